@@ -1,0 +1,209 @@
+"""A run's settings: one YAML file, validated once, before any model loads.
+
+Unknown keys name the nearest known one. Overrides are `section.key=value` with YAML values; a whole
+section may come from a file of its own: `rewards=configs/rewards/short_replies.yaml`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from grpo.loss import Aggregate, KLEstimator, Variant
+from rewards.settings import RewardSettings
+from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section
+
+
+class RunSettings(Section):
+    name: str = Field(pattern=r"^[\w.-]+$", description="folder of the run under run.folder")
+    folder: Path = Field(Path("runs"), description="where runs are kept")
+    seed: int = Field(1, ge=0, description="seed of everything that is drawn")
+    steps: int | None = Field(None, ge=1, description="steps; null: run.epochs decides")
+    epochs: int = Field(1, ge=1, description="passes over the training data (where run.steps is null)")
+    save_every: int | None = Field(None, ge=1, description="steps between saved model folders; the last step is always saved")
+    overwrite: bool = Field(False, description="replace the folder of an earlier run of this name")
+
+
+class ModelSettings(Section):
+    path: Path = Field(description="local Hugging Face model folder")
+    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of weights and activations; DeepSpeed keeps float32 masters")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, a third more time")
+
+
+class AdvantageSettings(Section):
+    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="what a reply is compared with: its group, or the others in it")
+    scale: Literal["group_std", "batch_std", "none"] = Field("group_std", description="what the difference is divided by")
+
+
+class LossSettings(Section):
+    variant: Variant = Field("grpo", description="policy loss: PPO clipping per token, per sequence (gspo), or clipped weights (cispo)")
+    aggregate: Aggregate = Field("token_mean", description="how token losses add up over the optimizer step")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="ratio may fall to 1 - clip_low")
+    clip_high: float = Field(0.2, gt=0, description="ratio may rise to 1 + clip_high")
+    dual_clip: float | None = Field(None, gt=1, description="bound of the loss at negative advantages; null: none")
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL penalty; 0 loads no reference model")
+    kl_estimator: KLEstimator = Field("low_var_kl", description="estimator of the KL penalty")
+
+
+class UpdateSettings(Section):
+    mini_batch_prompts: int | None = Field(None, ge=1, description="prompts per optimizer step; null: all of a step's")
+    max_tokens_per_micro_batch: int = Field(8192, ge=2, description="tokens; padding included, of one forward pass on one rank")
+    share_prompt: bool = Field(True, description="compute a group's prompt once; false: one sequence per row, padded")
+
+
+class OptimizerSettings(Section):
+    lr: float = Field(1e-6, gt=0, description="learning rate of AdamW")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's averages")
+    eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
+    weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after warm-up, to 0 at the last step")
+    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
+
+
+class DeepSpeedSettings(Section):
+    stage: Literal[0, 1, 2, 3] = Field(3, description="ZeRO stage: what is sharded over the ranks (0: nothing)")
+    offload_optimizer: bool = Field(False, description="keep optimizer states in CPU memory (stages 1 to 3)")
+
+
+class EvaluationSettings(Section):
+    every: int | None = Field(None, ge=1, description="steps between evaluations; null: before and after only, where there is data")
+    prompts: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
+    temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: the most likely token")
+    continuations: int = Field(1, ge=0, description="conversations per held-out prompt")
+
+
+class Config(Section):
+    run: RunSettings
+    model: ModelSettings
+    data: DataSettings
+    engine: EngineSettings = EngineSettings()
+    rollout: RolloutSettings
+    rewards: RewardSettings
+    advantage: AdvantageSettings = AdvantageSettings()
+    loss: LossSettings = LossSettings()
+    update: UpdateSettings = UpdateSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    deepspeed: DeepSpeedSettings = DeepSpeedSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Config:
+        prompts, mini = self.rollout.prompts_per_step, self.mini_batch_prompts
+        if prompts % mini:
+            raise ValueError(
+                f"update.mini_batch_prompts: {mini} does not divide rollout.prompts_per_step: {prompts}; "
+                f"use one of {[n for n in range(1, prompts + 1) if prompts % n == 0]}"
+            )
+        if self.rollout.max_reply_tokens >= self.engine.max_context_tokens:
+            raise ValueError(
+                f"rollout.max_reply_tokens: {self.rollout.max_reply_tokens} leaves no room for a prompt in "
+                f"engine.max_context_tokens: {self.engine.max_context_tokens}"
+            )
+        return self
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        return self.update.mini_batch_prompts or self.rollout.prompts_per_step
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Longest prompt that leaves room for a whole first reply."""
+        return min(self.data.max_prompt_tokens, self.engine.max_context_tokens - self.rollout.max_reply_tokens)
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads and checks `path`. Raises ValueError, one line per fault, each naming the key and the remedy."""
+    values = _read_yaml(path)
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        faults = [_fault(fault) for fault in error.errors()]
+        raise ValueError("\n".join(f"{path}: {fault}" for fault in faults)) from error
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path}: not valid YAML ({error})") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: must be a mapping of sections, such as configs/quickstart.yaml")
+    return values
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{override!r} is not an override; write section.key=value")
+    *sections, last = key.split(".")
+    if not sections:
+        if last not in Config.model_fields:
+            raise ValueError(f"{key}: {_unknown(last, Config)}")
+        values[last] = _read_yaml(Path(text))
+        return
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"{override!r}: {section} is not a section")
+    try:
+        values[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{override!r}: the value is not valid YAML ({error})") from error
+
+
+def _fault(fault: dict[str, Any]) -> str:
+    location = [str(part) for part in fault["loc"]]
+    key = ".".join(location)
+    if fault["type"] == "extra_forbidden":
+        return f"{key}: {_unknown(location[-1], _section(location[:-1]))}"
+    if fault["type"] == "missing":
+        return f"{key}: is missing; add it"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: {fault['input']!r} will not do: {message[0].lower()}{message[1:]}"
+
+
+def _unknown(name: str, section: type[BaseModel]) -> str:
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    return "there is no such key; " + (f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}")
+
+
+def _section(location: Sequence[str]) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for name in location:
+        section = _section_of(section.model_fields[name].annotation) or section
+    return section
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def describe_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """One line per setting: key, default, description."""
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner:
+            yield from describe_settings(inner, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else _shown(field.get_default())
+        yield f"  {prefix + name:<46} {default:<16} {field.description}"
+
+
+def _shown(default: Any) -> str:
+    return yaml.safe_dump(str(default) if isinstance(default, Path) else list(default) if isinstance(default, tuple) else default, default_flow_style=True).split("\n")[0]

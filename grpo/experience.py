@@ -1,0 +1,90 @@
+"""A step's experience: scenarios are played, scored and gathered into groups of sibling replies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rewards.scoring import ReplyReward, Scorer
+from rollout.conversation import Rollout, RolloutPlan
+from rollout.types import Conversation, Reply, Scenario, Score
+
+TRACE_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The sibling replies to one scenario. Suffixes: G replies, C conversations of a reply."""
+
+    scenario: Scenario
+    position: int
+    """Of the scenario in the step's batch: mini-batches are cut by it."""
+    conversations_GC: tuple[tuple[Conversation, ...], ...]
+    scores_GC: tuple[tuple[Score, ...], ...]
+    rewards_G: tuple[ReplyReward, ...]
+
+    @property
+    def replies_G(self) -> tuple[Reply, ...]:
+        return tuple(conversations_C[0].first_reply for conversations_C in self.conversations_GC)
+
+    @property
+    def conversations(self) -> list[Conversation]:
+        return [conversation for conversations_C in self.conversations_GC for conversation in conversations_C]
+
+    @property
+    def failures(self) -> list[str]:
+        """One line for each conversation that could not be judged."""
+        scores = [score for scores_C in self.scores_GC for score in scores_C]
+        return [f"{name}: {reason}" for score in scores if not score.valid for name, reason in [*score.failures.items()][:1]]
+
+
+async def play_and_score(
+    rollout: Rollout, scorer: Scorer, scenarios: Sequence[tuple[int, Scenario]], plan: RolloutPlan
+) -> list[Group]:
+    """Groups of the (position, scenario) pairs given, in their order; judging runs while others still talk."""
+    played = await rollout.play([scenario for _, scenario in scenarios], plan, on_end=scorer.submit)
+    scores = await scorer.finish()
+    groups = []
+    for (position, scenario), conversations_GC in zip(scenarios, played, strict=True):
+        scores_GC = tuple(
+            tuple(scores[scenario.scenario_id, talk.sample, talk.continuation] for talk in conversations_C)
+            for conversations_C in conversations_GC
+        )
+        rewards_G = tuple(
+            scorer.reward(conversations_C, scores_C) for conversations_C, scores_C in zip(conversations_GC, scores_GC, strict=True)
+        )
+        groups.append(Group(scenario, position, tuple(map(tuple, conversations_GC)), scores_GC, rewards_G))
+    return groups
+
+
+def trace_rows(group: Group, step: int, advantages_G: Sequence[float]) -> list[dict[str, Any]]:
+    """One row per conversation, with everything its reply was trained on."""
+    rows = []
+    for conversations_C, scores_C, reward, advantage in zip(
+        group.conversations_GC, group.scores_GC, group.rewards_G, advantages_G, strict=True
+    ):
+        for talk, score in zip(conversations_C, scores_C, strict=True):
+            rows.append(
+                {
+                    "schema": TRACE_SCHEMA,
+                    "step": step,
+                    "scenario_id": group.scenario.scenario_id,
+                    "sample": talk.sample,
+                    "continuation": talk.continuation,
+                    "messages": [dict(message) for message in talk.messages],
+                    "num_prompt_messages": talk.num_prompt_messages,
+                    "ended": talk.ended,
+                    "farewell": talk.farewell,
+                    "reply_tokens": [len(reply.token_ids) for reply in talk.replies],
+                    "score": {"values": dict(score.values), "failures": dict(score.failures), "notes": dict(score.notes)},
+                    "reward": {
+                        "total": reward.total if reward.valid else None,
+                        "means": dict(reward.means),
+                        "weighted": dict(reward.weighted),
+                        "clamped": dict(reward.clamped),
+                    },
+                    "advantage": advantage,
+                }
+            )
+    return rows

@@ -1,0 +1,50 @@
+"""Log-probs of response tokens without the logits: the head runs over chunks, recomputed in backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from grpo.packing import PackedBatch
+
+CHUNK_TOKENS = 256
+"""Response tokens that go through the head at once: the most logits ever alive is this × vocabulary."""
+
+
+class LogprobModel(nn.Module):
+    """A causal language model that answers with log-probs and entropies of a packed batch.
+
+    A module of its own so that DeepSpeed wraps it and its hooks gather what each part needs.
+    """
+
+    def __init__(self, causal_lm: nn.Module, temperature: float):
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.temperature = temperature
+
+    def forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [N], entropies [N]): nats, float32, of the tempered distribution logits / temperature.
+
+        Only the states that predict a response token go through the head.
+        """
+        states_RLD = self.causal_lm.base_model(
+            input_ids=batch.input_ids_RL,
+            attention_mask=batch.attention_mask(),
+            position_ids=batch.position_ids_RL,
+            use_cache=False,
+        ).last_hidden_state
+        states_ND = states_RLD.flatten(0, 1)[batch.predictor_N]
+        pairs = [
+            checkpoint(self._head, states_CD, target_C, use_reentrant=False)
+            for states_CD, target_C in zip(states_ND.split(CHUNK_TOKENS), batch.target_N.split(CHUNK_TOKENS), strict=True)
+        ]
+        return torch.cat([logprobs_C for logprobs_C, _ in pairs]), torch.cat([entropy_C for _, entropy_C in pairs])
+
+    def _head(self, states_CD: torch.Tensor, target_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_CV = self.causal_lm.get_output_embeddings()(states_CD).float() / self.temperature
+        log_partition_C = logits_CV.logsumexp(-1)
+        logprobs_C = logits_CV.gather(-1, target_C[:, None])[:, 0] - log_partition_C
+        with torch.no_grad():  # logged, never trained on
+            entropy_C = log_partition_C - (logits_CV.softmax(-1) * logits_CV).sum(-1)
+        return logprobs_C, entropy_C

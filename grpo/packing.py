@@ -1,0 +1,161 @@
+"""Training sequences become flat tensors: the prompt of a group is computed once.
+
+A row holds one prompt and several of its replies, one after another. Position ids restart after the
+prompt and the attention mask keeps the replies apart, so each reply sees exactly what it would see
+alone:
+
+    ids        p0 p1 p2 | a0 a1 a2 | b0 b1 | ·
+    position    0  1  2 |  3  4  5 |  3  4 | 0
+    segment     0  0  0 |  1  1  1 |  2  2 | -1     a token sees segment 0 and its own, never later ones
+    predicts   .. .. a0/b0  a1 a2  ·   b1  ·        the last prompt token predicts every first reply token
+
+A padded batch is the special case of one reply per row. Suffixes: R rows, L tokens in a row, N response
+tokens (flat, sequence after sequence).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+PROMPT, PADDING = 0, -1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSequence:
+    """One reply to train on, as it was sampled."""
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    sampler_logprobs: tuple[float, ...]
+    advantage: float
+    weight: float
+    """Of each of its tokens in the step's loss (`grpo.loss.aggregation_weights`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """One micro-batch."""
+
+    input_ids_RL: torch.Tensor
+    position_ids_RL: torch.Tensor
+    segment_RL: torch.Tensor
+    predictor_N: torch.Tensor
+    """Flat index (row · L + column) of the token whose hidden state predicts response token n."""
+    target_N: torch.Tensor
+    """The response token ids."""
+    sequence_N: torch.Tensor
+    """Which sequence of the micro-batch token n belongs to, from 0."""
+    sampler_logprobs_N: torch.Tensor
+    advantages_N: torch.Tensor
+    weights_N: torch.Tensor
+
+    def to(self, device: torch.device) -> PackedBatch:
+        return PackedBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+    def attention_mask(self) -> torch.Tensor:
+        """[R, 1, L, L] bool, True where a query (third axis) may look at a key (last axis)."""
+        query_RL1, key_R1L = self.segment_RL[:, :, None], self.segment_RL[:, None, :]
+        length = self.segment_RL.shape[1]
+        causal_LL = torch.ones(length, length, dtype=torch.bool, device=self.segment_RL.device).tril()
+        # Padding attends to itself (its segment equals its own), so no row of the softmax is empty.
+        return (causal_LL & ((key_R1L == PROMPT) | (key_R1L == query_RL1)))[:, None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    prompt_ids: tuple[int, ...]
+    sequences: tuple[TrainSequence, ...]
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + sum(len(sequence.response_ids) for sequence in self.sequences)
+
+
+def plan_micro_batches(
+    sequences: Sequence[TrainSequence], *, max_tokens: int, share_prompt: bool = True
+) -> list[list[_Row]]:
+    """Rows, then micro-batches of rows: neither longer than `max_tokens` (padding counted).
+
+    With `share_prompt`, sequences with the same prompt share rows, and a group that does not fit one row
+    is split. Every sequence lands in exactly one row. Raises ValueError for an empty response, and for a
+    sequence longer than the budget.
+    """
+    for sequence in sequences:
+        length = len(sequence.prompt_ids) + len(sequence.response_ids)
+        if not sequence.response_ids:
+            raise ValueError("a reply without tokens cannot be trained on")
+        if length > max_tokens:
+            raise ValueError(
+                f"update.max_tokens_per_micro_batch: {max_tokens} is less than one sequence of {length} tokens; raise it"
+            )
+    rows = sorted(_rows(sequences, max_tokens, share_prompt), key=len)
+    micro_batches: list[list[_Row]] = []
+    for row in rows:  # ascending lengths: the newest row is the longest, so it sets the padded size
+        if micro_batches and (len(micro_batches[-1]) + 1) * len(row) <= max_tokens:
+            micro_batches[-1].append(row)
+        else:
+            micro_batches.append([row])
+    return micro_batches
+
+
+def _rows(sequences: Sequence[TrainSequence], max_tokens: int, share_prompt: bool) -> list[_Row]:
+    if not share_prompt:
+        return [_Row(sequence.prompt_ids, (sequence,)) for sequence in sequences]
+    by_prompt: dict[tuple[int, ...], list[TrainSequence]] = {}
+    for sequence in sequences:
+        by_prompt.setdefault(sequence.prompt_ids, []).append(sequence)
+    rows = []
+    for prompt_ids, siblings in by_prompt.items():
+        taken: list[TrainSequence] = []
+        length = len(prompt_ids)
+        for sequence in siblings:
+            if taken and length + len(sequence.response_ids) > max_tokens:
+                rows.append(_Row(prompt_ids, tuple(taken)))
+                taken, length = [], len(prompt_ids)
+            taken.append(sequence)
+            length += len(sequence.response_ids)
+        rows.append(_Row(prompt_ids, tuple(taken)))
+    return rows
+
+
+def pack(rows: Sequence[_Row]) -> PackedBatch:
+    """The tensors of one micro-batch of `plan_micro_batches`."""
+    length = max(len(row) for row in rows)
+    shape = (len(rows), length)
+    input_ids_RL, position_ids_RL = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    segment_RL = torch.full(shape, PADDING)
+    predictors: list[int] = []
+    for r, row in enumerate(rows):
+        start = len(row.prompt_ids)
+        input_ids_RL[r, :start] = torch.tensor(row.prompt_ids)
+        position_ids_RL[r, :start] = torch.arange(start)
+        segment_RL[r, :start] = PROMPT
+        column = start
+        for segment, sequence in enumerate(row.sequences, 1):
+            num = len(sequence.response_ids)
+            input_ids_RL[r, column : column + num] = torch.tensor(sequence.response_ids)
+            position_ids_RL[r, column : column + num] = torch.arange(start, start + num)
+            segment_RL[r, column : column + num] = segment
+            predictors += [r * length + start - 1, *range(r * length + column, r * length + column + num - 1)]
+            column += num
+    flat = [sequence for row in rows for sequence in row.sequences]
+    lengths = torch.tensor([len(sequence.response_ids) for sequence in flat])
+    return PackedBatch(
+        input_ids_RL=input_ids_RL,
+        position_ids_RL=position_ids_RL,
+        segment_RL=segment_RL,
+        predictor_N=torch.tensor(predictors),
+        target_N=torch.tensor([token for sequence in flat for token in sequence.response_ids]),
+        sequence_N=torch.arange(len(flat)).repeat_interleave(lengths),
+        sampler_logprobs_N=torch.tensor([logprob for sequence in flat for logprob in sequence.sampler_logprobs]),
+        advantages_N=torch.tensor([sequence.advantage for sequence in flat]).repeat_interleave(lengths),
+        weights_N=torch.tensor([sequence.weight for sequence in flat]).repeat_interleave(lengths),
+    )
+
+
+def idle_batch() -> PackedBatch:
+    """What a rank without work runs, so that it joins every collective call of the others: weight 0."""
+    nothing = TrainSequence((0,), (0,), (0.0,), advantage=0.0, weight=0.0)
+    return pack([_Row(nothing.prompt_ids, (nothing,))])

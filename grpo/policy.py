@@ -1,0 +1,236 @@
+"""The policy and the reference under DeepSpeed. The only file that imports DeepSpeed.
+
+DeepSpeed averages gradients over ranks, and would divide by the number of micro-batches. Our token
+weights already hold the denominators of the whole optimizer step, so the loss is multiplied by the
+world size and the division by micro-batches is turned off.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import deepspeed
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+
+from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
+from grpo.logprobs import LogprobModel
+from grpo.packing import PackedBatch
+from grpo.ranks import Ranks
+
+BUCKET_BYTES = 256 * 1024**2
+"""Most weights that are whole at once while a sharded model is gathered."""
+
+MICRO_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+"""Nominal, DeepSpeed wants some: micro-batches are ours, and their number changes from step to step."""
+
+deepspeed.logger.setLevel(logging.ERROR)
+# DeepSpeed would compile a shared-memory collective for CPUs, which takes minutes and a C++ compiler;
+# gloo serves as well.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+class Policy:
+    """The model being trained: log-probs, backward, optimizer steps, and its weights for others."""
+
+    def __init__(
+        self,
+        model: ModelSettings,
+        optimizer: OptimizerSettings,
+        zero: DeepSpeedSettings,
+        *,
+        temperature: float,
+        total_steps: int,
+        ranks: Ranks,
+    ):
+        self.ranks = ranks
+        self.settings = optimizer
+        self.total_steps = total_steps
+        self.num_steps = 0
+        """Optimizer steps taken, skipped ones included."""
+        self.num_skipped_in_a_row = 0
+        self.dtype = getattr(torch, model.dtype)
+        config = deepspeed_config(model, optimizer, zero)
+        causal_lm = _load(model, config, zero.stage)
+        self.tied = bool(causal_lm.config.tie_word_embeddings)
+        if model.gradient_checkpointing:
+            causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        module = LogprobModel(causal_lm, temperature)
+        adamw = torch.optim.AdamW(
+            _decay_groups(module, optimizer.weight_decay), lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps
+        )
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=module, optimizer=adamw, config=config, dist_init_required=False
+        )
+        self.engine.train()
+
+    @property
+    def causal_lm(self) -> torch.nn.Module:
+        return self.engine.module.causal_lm
+
+    def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [N], entropies [N]) with gradients. Collective under ZeRO-3."""
+        return self.engine(batch)
+
+    @torch.no_grad()
+    def frozen_logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probs [N] of the present weights, no gradients."""
+        return self.engine(batch)[0]
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Accumulates the gradient of this rank's share of the step's loss; `is_last` before `step`."""
+        self.engine.set_gradient_accumulation_boundary(is_last)
+        self.engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
+
+    def step(self) -> tuple[float, float]:
+        """One optimizer step: (gradient norm before clipping, learning rate).
+
+        A gradient that is not finite changes nothing and is counted: the norm returned is infinite.
+        Raises FloatingPointError after three in a row.
+        """
+        lr = self.settings.lr * lr_factor(self.num_steps, self.total_steps, self.settings.warmup_steps, self.settings.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        norm = self._take_step()
+        self.num_steps += 1
+        self.num_skipped_in_a_row = 0 if math.isfinite(norm) else self.num_skipped_in_a_row + 1
+        if self.num_skipped_in_a_row == 3:
+            raise FloatingPointError(
+                "the gradient was not finite three optimizer steps in a row; the policy has probably diverged: lower "
+                "optimizer.lr, raise loss.kl_coef, or go back to an earlier model folder of this run"
+            )
+        return norm, lr
+
+    def _take_step(self) -> float:
+        if self.engine.zero_optimization_stage() > 0:
+            self.engine.step()  # skips by itself where the norm is not finite
+            return float(self.engine.get_global_grad_norm())
+        # Stage 0 has no such check: its gradients are whole and reduced here, so look before stepping.
+        parameters = [parameter for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]).item()
+        if math.isfinite(norm):
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return norm
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(checkpoint name, whole tensor) of every parameter, gathered in bounded buckets.
+
+        A tied head comes under both of its names, since some engines keep a copy of it. Collective: every
+        rank must exhaust it.
+        """
+        head = _head_name(self.causal_lm) if self.tied else None
+        for bucket in _buckets(list(self.causal_lm.named_parameters())):
+            with self._whole([parameter for _, parameter in bucket]):
+                for name, parameter in bucket:
+                    yield name, parameter.detach()
+                    if head and parameter is self.causal_lm.get_input_embeddings().weight:
+                        yield head, parameter.detach()
+
+    def _whole(self, parameters: list[torch.nn.Parameter]):
+        if self.engine.zero_optimization_stage() < 3:
+            return nullcontext()
+        return deepspeed.zero.GatheredParameters(parameters)
+
+    def state_on_main(self) -> dict[str, torch.Tensor]:
+        """The whole model in the main rank's CPU memory, empty elsewhere. Collective."""
+        head = _head_name(self.causal_lm) if self.tied else None
+        return {name: tensor.cpu().clone() for name, tensor in self.weights() if self.ranks.is_main and name != head}
+
+
+class Reference:
+    """The frozen model that the KL penalty pulls towards; tempered and sharded like the policy."""
+
+    def __init__(self, model: ModelSettings, zero: DeepSpeedSettings, *, temperature: float, ranks: Ranks):
+        stage = 3 if zero.stage == 3 else 0  # without an optimizer only the weights are left to shard
+        config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": model.dtype == "bfloat16"}} | MICRO_BATCH
+        module = LogprobModel(_load(model, config, stage).requires_grad_(False), temperature).eval()
+        if stage == 3:
+            self.module, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
+        else:
+            self.module = module.to(ranks.device)
+
+    @torch.no_grad()
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probs [N]. Collective under ZeRO-3."""
+        return self.module(batch)[0]
+
+
+def deepspeed_config(
+    model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings
+) -> dict[str, Any]:
+    zero_optimization: dict[str, Any] = {"stage": zero.stage}
+    if zero.offload_optimizer:
+        zero_optimization["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return MICRO_BATCH | {
+        "zero_optimization": zero_optimization,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        # Without check_grad_overflow, stages 1 and 2 take a step of NaNs in bf16.
+        "bf16": {"enabled": model.dtype == "bfloat16", "check_grad_overflow": True},
+        "gradient_clipping": optimizer.max_grad_norm,
+        "steps_per_print": 10**9,
+    }
+
+
+def _load(model: ModelSettings, config: dict[str, Any], stage: int) -> torch.nn.Module:
+    deepspeed.init_distributed(dist_init_required=False)  # over the group that Ranks.join made
+    # Alive while the model loads, it makes from_pretrained hand each rank only its shard.
+    sharding = HfDeepSpeedConfig(config) if stage == 3 else None
+    architecture = AutoConfig.from_pretrained(model.path)
+    causal_lm = AutoModelForCausalLM.from_pretrained(
+        model.path, config=architecture, dtype=getattr(torch, model.dtype), attn_implementation="sdpa"
+    )
+    del sharding
+    return causal_lm
+
+
+def _decay_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors (norms, biases) do not. Sizes are asked of ZeRO-3, whose shards are flat."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    matrices = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) > 1]
+    vectors = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _head_name(causal_lm: torch.nn.Module) -> str:
+    head = causal_lm.get_output_embeddings()
+    return next(f"{name}.weight" for name, module in causal_lm.named_modules() if module is head)
+
+
+def _buckets(
+    parameters: list[tuple[str, torch.nn.Parameter]], limit: int = BUCKET_BYTES
+) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
+    bucket: list[tuple[str, torch.nn.Parameter]] = []
+    size = 0
+    for name, parameter in parameters:
+        num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+        if bucket and size + num_bytes > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += num_bytes
+    if bucket:
+        yield bucket
+
+
+def lr_factor(step: int, total_steps: int, warmup_steps: int, schedule: str) -> float:
+    """Factor on the learning rate at optimizer step `step` (from 0): linear warm-up, then the schedule.
+
+    The first of W warm-up steps has 1/(W + 1); `linear` and `cosine` reach 0 after the last step.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
+    if schedule == "linear":
+        return 1 - progress
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * progress))
+    return 1.0

@@ -1,0 +1,65 @@
+"""The processes of one run, and the few things they must agree on."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among its peers. Every method is collective: all ranks call it, in the same order."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Joins the ranks torchrun started, or makes a group of one where it did not."""
+        if "RANK" not in os.environ:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = probe.getsockname()[1]
+            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            os.environ.update(alone)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+            # Objects go over gloo, tensors over NCCL.
+            backend = "cpu:gloo,cuda:nccl"
+        else:
+            device, backend = torch.device("cpu"), "gloo"
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(hours=2))
+        return cls(rank, world_size, device)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Everyone's value, by rank, on every rank."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over the ranks, number by number, in float64."""
+        return [sum(column) for column in zip(*self.gather(list(numbers)), strict=True)]
+
+    def highest(self, number: int) -> int:
+        return max(self.gather(number))
+
+    def leave(self) -> None:
+        if dist.is_initialized():  # an engine that closes may have taken the group down already
+            dist.destroy_process_group()

@@ -1,0 +1,110 @@
+"""What a run leaves behind: metrics, TensorBoard, traces, evaluations. Only the main rank writes.
+
+    runs/NAME/config.yaml               the settings, overrides applied
+    runs/NAME/environment.json          engine, ranks, device and versions
+    runs/NAME/metrics.jsonl             one line per step
+    runs/NAME/tensorboard/              the same for TensorBoard
+    runs/NAME/traces/step_00001.jsonl   every conversation of the step, with scores and advantages
+    runs/NAME/evaluations/step_00000.jsonl
+    runs/NAME/model/                    the trained Hugging Face folder (checkpoints/step_00010/ before the end)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch.utils.tensorboard import SummaryWriter
+
+from grpo.config import Config
+from grpo.evaluate import Evaluation
+
+
+class RunFolder:
+    def __init__(self, config: Config):
+        self.path = config.run.folder / config.run.name
+        self.metrics = self.path / "metrics.jsonl"
+
+    def check_free(self, overwrite: bool) -> None:
+        """Raises ValueError where an earlier run lies there, and is not to be replaced."""
+        if self.metrics.exists() and not overwrite:
+            raise ValueError(
+                f"run.name: {self.path} holds an earlier run; choose another run.name, or set run.overwrite=true to replace it"
+            )
+
+    @property
+    def model(self) -> Path:
+        return self.path / "model"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"step_{step:05}"
+
+    def traces(self, step: int) -> Path:
+        return self.path / "traces" / f"step_{step:05}.jsonl"
+
+    def evaluation(self, step: int) -> Path:
+        return self.path / "evaluations" / f"step_{step:05}.jsonl"
+
+
+class Recorder:
+    """Writes into a run's folder, which it empties first; every line is on disk before the next step."""
+
+    def __init__(self, folder: RunFolder, config: Config, environment: Mapping[str, Any]):
+        self.folder = folder
+        shutil.rmtree(folder.path, ignore_errors=True)
+        for name in ("traces", "evaluations", "checkpoints"):
+            (folder.path / name).mkdir(parents=True)
+        values = config.model_dump(mode="json")
+        (folder.path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        (folder.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+        self._tensorboard = SummaryWriter(folder.path / "tensorboard")
+
+    def step(self, step: int, metrics: Mapping[str, float], traces: Iterable[dict[str, Any]]) -> None:
+        _write_rows(self.folder.traces(step), traces)
+        with self.folder.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | {name: _finite(value) for name, value in metrics.items()}) + "\n")
+        for name, value in metrics.items():
+            self._tensorboard.add_scalar(name, value, step)
+        self._tensorboard.flush()
+
+    def evaluation(self, evaluation: Evaluation) -> None:
+        _write_rows(self.folder.evaluation(evaluation.step), evaluation.rows)
+        self._tensorboard.add_scalar("evaluation/reward", evaluation.reward, evaluation.step)
+        self._tensorboard.flush()
+
+    def close(self) -> None:
+        self._tensorboard.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
+
+
+class Timer:
+    """Seconds by phase of one step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

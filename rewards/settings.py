@@ -1,0 +1,86 @@
+"""Settings of the reward: which components count, how much, and who judges."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from rollout.settings import EndpointSettings, Section
+
+COMPONENTS = ("bleu_score", "interactivity", "token_amount")
+"""Every reward component there is; each has its own module in `rewards/`."""
+
+
+class BleuSettings(Section):
+    level: Literal["char", "word"] = Field("char", description="unit of the n-grams; char is the published figure")
+    extract: Literal["llm", "last"] = Field(
+        "llm", description="where the document comes from: the judge extracts it, or the last assistant message is it"
+    )
+    prompt: Path | None = Field(None, description="text file with the extraction prompt; null: the shipped one")
+
+
+class InteractivitySettings(Section):
+    by: Literal["llm", "rubric"] = Field("llm", description="who scores: the judge, or a deterministic rubric")
+    prompt: Path | None = Field(None, description="text file with the judge's prompt; null: the shipped one")
+    step: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="judge's sub-scores come in steps of this size (an enumeration in the schema, for small judges); null: any number",
+    )
+
+
+class TokenAmountSettings(Section):
+    count: Literal["tokens", "words"] = Field(
+        "tokens", description="thousands of assistant tokens, or raw words of all roles as in the upstream recipe"
+    )
+
+
+class RewardSettings(Section):
+    weights: dict[str, float] = Field(description="component → weight; components not named are off")
+    clamp: tuple[float, float] | None = Field(
+        (-1.0, 1.0), description="each weighted component is clamped to this range; null: no clamp"
+    )
+    truncated: float | Literal["score", "mask"] = Field(
+        0.0,
+        description="reward of a first reply cut by its token limit: a number, `score` it as it is, or `mask` it as invalid",
+    )
+    max_failure_rate: float = Field(0.1, ge=0, le=1, description="failed ÷ started conversations; above it the run stops")
+    judge: EndpointSettings | None = Field(None, description="server of the judge")
+    bleu_score: BleuSettings = BleuSettings()
+    interactivity: InteractivitySettings = InteractivitySettings()
+    token_amount: TokenAmountSettings = TokenAmountSettings()
+
+    @field_validator("weights")
+    @classmethod
+    def _known_components(cls, weights: dict[str, float]) -> dict[str, float]:
+        if not weights:
+            raise ValueError(f"name at least one component of {', '.join(COMPONENTS)}")
+        for name in weights:
+            if name not in COMPONENTS:
+                near = difflib.get_close_matches(name, COMPONENTS, 1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise ValueError(f"there is no reward {name!r}; {hint}known rewards: {', '.join(COMPONENTS)}")
+        return weights
+
+    @property
+    def needs_judge(self) -> bool:
+        """Whether any weighted component asks an LLM."""
+        by_llm = {
+            "bleu_score": self.bleu_score.extract == "llm",
+            "interactivity": self.interactivity.by == "llm",
+            "token_amount": False,
+        }
+        return any(by_llm[name] for name in self.weights)
+
+    @model_validator(mode="after")
+    def _a_judged_component_needs_a_judge(self) -> RewardSettings:
+        if self.needs_judge and self.judge is None:
+            raise ValueError(
+                "bleu_score.extract: llm and interactivity.by: llm need rewards.judge with base_url and model "
+                "(or set extract: last and by: rubric)"
+            )
+        return self

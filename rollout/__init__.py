@@ -1,0 +1,1 @@
+"""Prompts become conversations: data, chat templates, generation engines and simulated users."""

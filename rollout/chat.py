@@ -1,0 +1,76 @@
+"""Messages to token ids and back, with the model's own chat template and thinking off."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from rollout.types import Message
+
+
+class Chat:
+    """A model folder's tokenizer and chat template.
+
+    `stop_ids` are the tokens that end an assistant message: the tokenizer's end-of-sequence token and
+    those of the folder's generation config.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(sorted(set(stop_ids)))
+
+    @classmethod
+    def load(cls, folder: Path) -> Chat:
+        """Reads `folder`. Raises ValueError where it is not a model folder or has no chat template."""
+        check_model_folder(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        if not tokenizer.chat_template:
+            raise ValueError(f"model.path: {folder} has no chat template; train an instruct model or add chat_template.jinja")
+        stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if (folder / "generation_config.json").exists():
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+            stop_ids += [eos] if isinstance(eos, int) else list(eos or [])
+        if not stop_ids:
+            raise ValueError(f"model.path: {folder} names no end-of-sequence token, so no reply could ever end")
+        return cls(tokenizer, stop_ids)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids that ask for the next assistant message.
+
+        `enable_thinking=False` is what Qwen3's template reads; other templates ignore it.
+        """
+        return self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            enable_thinking=False,
+        )
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The words of a sampled message, without special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
+
+    def num_tokens(self, text: str) -> int:
+        """Length of `text` in this tokenizer's tokens, no special tokens added."""
+        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises ValueError unless `folder` holds a Hugging Face model with its tokenizer."""
+    if not folder.is_dir():
+        raise ValueError(f"model.path: there is no folder {folder}; give a local Hugging Face model folder")
+    missing = []
+    if not (folder / "config.json").exists():
+        missing.append("config.json")
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if not (folder / "tokenizer_config.json").exists():
+        missing.append("tokenizer_config.json")
+    if missing:
+        raise ValueError(
+            f"model.path: {folder} is not a Hugging Face model folder: it lacks {', '.join(missing)}; "
+            "save one with model.save_pretrained and tokenizer.save_pretrained"
+        )

@@ -1,0 +1,172 @@
+"""Reads training rows into scenarios, and says which of them each step takes.
+
+Two formats. Parquet as the CollabLLM recipe writes it: `prompt` (list of {role, content}),
+`ground_truth`, `extra_info.interaction_kwargs.{single_turn_prompt, task_desc}`, `reward_model`,
+`data_source`; further columns are ignored. JSONL: `prompt` (text or list of messages), `reference`,
+`goal`, `task_desc`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from rollout.chat import Chat
+from rollout.settings import DataSettings
+from rollout.types import Message, Scenario
+
+ROLES = ("system", "user", "assistant")
+PARQUET_COLUMNS = ("prompt", "extra_info", "data_source")
+
+
+def read_scenarios(path: Path, *, need_reference: bool) -> list[Scenario]:
+    """All rows of `path`, in file order.
+
+    Raises ValueError naming file, row and column for: a missing file or column, an empty file, a null
+    or empty prompt, a message without role or content, a prompt that does not end with the user, and a
+    missing reference where `need_reference` (BLEU compares with it).
+    """
+    if not path.exists():
+        raise ValueError(f"{path}: no such data file")
+    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: data files are .parquet or .jsonl")
+    scenarios = [
+        _scenario(path, row, fields, need_reference) for row, fields in enumerate(readers[path.suffix](path))
+    ]
+    if not scenarios:
+        raise ValueError(f"{path}: the file has no rows")
+    return scenarios
+
+
+def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        table = pq.read_table(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: not a readable parquet file ({error})") from error
+    missing = [name for name in PARQUET_COLUMNS if name not in table.column_names]
+    if not {"ground_truth", "reward_model"} & set(table.column_names):
+        missing.append("ground_truth")
+    if missing:
+        raise ValueError(
+            f"{path}: column {', '.join(map(repr, missing))} is missing; it has {', '.join(table.column_names)} "
+            "(the schema is in rollout/data.py; launch.prepare_data writes it)"
+        )
+    for record in table.to_pylist():
+        extra = record["extra_info"] or {}
+        interaction = extra.get("interaction_kwargs") or {}
+        reward_model = record.get("reward_model") or {}
+        reference = record.get("ground_truth")
+        yield {
+            "prompt": record["prompt"],
+            "reference": reference if reference is not None else reward_model.get("ground_truth"),
+            "goal": interaction.get("single_turn_prompt"),
+            "task_desc": interaction.get("task_desc"),
+            "data_source": record["data_source"],
+        }
+
+
+def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
+    for row, line in enumerate(filter(str.strip, lines)):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, row {row}: not valid JSON ({error})") from error
+        if not isinstance(record, dict) or "prompt" not in record:
+            raise ValueError(f"{path}, row {row}: 'prompt' is missing; a row is {{prompt, reference, goal, task_desc}}")
+        if isinstance(record["prompt"], str) and record["prompt"].strip():
+            record["prompt"] = [{"role": "user", "content": record["prompt"]}]
+        yield record
+
+
+def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: bool) -> Scenario:
+    where = f"{path}, row {row}"
+    texts = {name: fields.get(name) for name in ("reference", "goal", "task_desc", "data_source")}
+    for name, value in texts.items():
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"{where}: {name!r} must be text, not {type(value).__name__}")
+    if need_reference and not (texts["reference"] or "").strip():
+        raise ValueError(f"{where}: the reference ('ground_truth') is missing and bleu_score needs one; fill it or drop the weight")
+    source = texts["data_source"] or path.stem
+    return Scenario(
+        scenario_id=f"{source}/{row}",
+        messages=_messages(where, fields["prompt"]),
+        goal=texts["goal"] or "",
+        task_desc=texts["task_desc"] or "",
+        reference=texts["reference"],
+        data_source=source,
+        row=row,
+    )
+
+
+def _messages(where: str, prompt: Any) -> tuple[Message, ...]:
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"{where}: 'prompt' is {'null' if prompt is None else 'empty or no list'}; it must be a list of messages")
+    for number, message in enumerate(prompt):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise ValueError(f"{where}: message {number} of 'prompt' needs a role of {', '.join(ROLES)}")
+        if not isinstance(message.get("content"), str) or not message["content"].strip():
+            raise ValueError(f"{where}: message {number} of 'prompt' has no content")
+        if message["role"] == "system" and number > 0:
+            raise ValueError(f"{where}: message {number} of 'prompt' is a system message; only the first may be")
+    if prompt[-1]["role"] != "user":
+        raise ValueError(f"{where}: 'prompt' ends with {prompt[-1]['role']!r}; it must end with the user's message")
+    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+
+
+def fit_prompts(
+    scenarios: Sequence[Scenario], chat: Chat, settings: DataSettings, path: Path, limit: int
+) -> tuple[list[Scenario], int]:
+    """Scenarios whose prompts have at most `limit` tokens, and how many were dropped.
+
+    Raises ValueError naming the first offending row where `overlong_prompts: error`, or where nothing is left.
+    """
+    kept = []
+    for scenario in scenarios:
+        length = len(chat.prompt_ids(scenario.messages))
+        if length <= limit:
+            kept.append(scenario)
+        elif settings.overlong_prompts == "error":
+            raise ValueError(
+                f"{path}, row {scenario.row}: the prompt has {length} tokens, the limit is {limit} "
+                "(data.max_prompt_tokens, and engine.max_context_tokens less the reply); raise it or set "
+                "data.overlong_prompts=drop"
+            )
+    if not kept:
+        raise ValueError(f"{path}: every prompt is longer than {limit} tokens; raise data.max_prompt_tokens")
+    return kept, len(scenarios) - len(kept)
+
+
+def steps_per_epoch(num_scenarios: int, prompts_per_step: int) -> int:
+    """Whole batches in one pass over the data; the incomplete last one is dropped."""
+    if num_scenarios < prompts_per_step:
+        raise ValueError(
+            f"rollout.prompts_per_step: {prompts_per_step} is more than the {num_scenarios} prompts there are; lower it"
+        )
+    return num_scenarios // prompts_per_step
+
+
+def batch_rows(step: int, num_scenarios: int, prompts_per_step: int, seed: int) -> list[int]:
+    """Indices of the scenarios of step `step` (from 0).
+
+    A pure function of its arguments, so that a resumed run and every rank agree without any state: each
+    epoch is its own seeded permutation and takes every scenario at most once.
+    """
+    epoch, batch = divmod(step, steps_per_epoch(num_scenarios, prompts_per_step))
+    order = list(range(num_scenarios))
+    random.Random(f"order/{seed}/{epoch}").shuffle(order)
+    return order[batch * prompts_per_step : (batch + 1) * prompts_per_step]
+
+
+def sample_seed(run_seed: int, step: int, scenario: int, sample: int, turn: int) -> int:
+    """Seed of one sampled message: a function of what it is, not of who samples it or beside what."""
+    return random.Random(f"sample/{run_seed}/{step}/{scenario}/{sample}/{turn}").getrandbits(31)

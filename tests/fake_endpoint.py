@@ -1,0 +1,139 @@
+"""A small OpenAI-compatible server for tests: real HTTP on a free port, answers and faults by program."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+MODEL = "fake-model"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the server sends back: a chat completion, or `raw` bytes in its place."""
+
+    content: str = "{}"
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    delay_s: float = 0.0
+    finish_reason: str = "stop"
+    raw: bytes | None = None
+    content_type: str = "application/json"
+
+
+def error(status: int, message: str = "no", **headers: str) -> Answer:
+    body = json.dumps({"error": {"message": message}}).encode()
+    return Answer(status=status, raw=body, headers={name.replace("_", "-"): text for name, text in headers.items()})
+
+
+def says(answer: Any, **more: Any) -> Answer:
+    """A model that answers with this object."""
+    return Answer(content=json.dumps(answer, ensure_ascii=False), **more)
+
+
+class FakeEndpoint:
+    """`answers` are sent in order, the last one for ever; a callable makes one from the request's body.
+
+    `requests` are the chat requests' bodies as received, `keys` their Authorization headers, and
+    `most_at_once` is the largest number of them that were being answered at the same time.
+    """
+
+    def __init__(self, *answers: Answer | Callable[[dict[str, Any]], Answer], models: Any = (MODEL,)):
+        self.answers = list(answers)
+        self.models = models
+        self.requests: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.most_at_once = 0
+        self._at_once = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> FakeEndpoint:
+        endpoint = self
+
+        class Handler(_Handler):
+            owner = endpoint
+
+        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+
+    def listing(self) -> Answer:
+        if isinstance(self.models, Answer):
+            return self.models
+        return Answer(raw=json.dumps({"object": "list", "data": [{"id": name} for name in self.models]}).encode())
+
+    def answer(self, body: dict[str, Any], key: str | None) -> Answer:
+        with self._lock:
+            self.requests.append(body)
+            self.keys.append(key)
+            answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+            self._at_once += 1
+            self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            if callable(answer):
+                answer = answer(body)
+            time.sleep(answer.delay_s)
+            return answer
+        finally:
+            with self._lock:
+                self._at_once -= 1
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: FakeEndpoint
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._send(self.owner.listing() if self.path == "/v1/models" else error(404))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        known = self.path == "/v1/chat/completions"
+        self._send(self.owner.answer(body, self.headers["Authorization"]) if known else error(404))
+
+    def _send(self, answer: Answer) -> None:
+        payload = answer.raw if answer.raw is not None else json.dumps(_completion(answer)).encode()
+        try:
+            self.send_response(answer.status)
+            for name, text in {"Content-Type": answer.content_type, **answer.headers}.items():
+                self.send_header(name, text)
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # the client stopped waiting, as the timeout tests want
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _completion(answer: Answer) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer.content}
+    return {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [{"index": 0, "finish_reason": answer.finish_reason, "message": message}],
+        "usage": {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10},
+    }

@@ -1,0 +1,94 @@
+"""Two steps of updates on fixed replies, on however many ranks torchrun started; saves the weights.
+
+    torchrun --nproc_per_node 2 -m tests.programs.update_program MODEL OUT STAGE/DTYPE [STAGE/DTYPE ...]
+
+The weights of each case go to OUT/STAGE/DTYPE.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from grpo.checkpoint import save_model_folder
+from grpo.config import DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
+from grpo.experience import Group
+from grpo.policy import Policy, Reference
+from grpo.ranks import Ranks
+from grpo.update import Updater
+from rewards.scoring import ReplyReward
+from rollout.types import Conversation, Reply, Scenario
+
+MINI_BATCH_PROMPTS, NUM_PROMPTS, STEPS = 2, 4, 2
+LOSS = LossSettings(kl_coef=0.1, kl_estimator="k3", dual_clip=3.0)
+# A large epsilon: Adam divides by the size of a gradient, which makes rounding of tiny ones count in full.
+OPTIMIZER = OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.01, max_grad_norm=0.5)
+TEMPERATURE = 0.8
+ADVANTAGES = [[1.0, -1.0, 0.0], [0.5, 0.25, -0.75], [0.0, 0.0, 0.0], [2.0, -1.0, -1.0]]
+
+
+def fixed_replies() -> list[list[Reply]]:
+    """[P][G] replies of uneven lengths, one of them invalid (see `make_groups`)."""
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda n: tuple(torch.randint(5, 30, (n,), generator=generator).tolist())  # noqa: E731
+    replies = []
+    for position in range(NUM_PROMPTS):
+        prompt = draw(3 + position)
+        lengths = [2 + position, 5, 9 - position]
+        replies.append([Reply(prompt, draw(n), (-3.3,) * n, "", "stop") for n in lengths])
+    return replies
+
+
+def is_valid(position: int, sample: int) -> bool:
+    return (position, sample) != (1, 2)
+
+
+def make_groups() -> list[Group]:
+    groups = []
+    for position, replies in enumerate(fixed_replies()):
+        scenario = Scenario(f"s/{position}", ({"role": "user", "content": "x"},), "", "", None, "s", position)
+        talks = tuple((Conversation(scenario, i, 0, scenario.messages, 1, (reply,), "turn_limit"),) for i, reply in enumerate(replies))
+        rewards = tuple(ReplyReward(0.0, is_valid(position, i), {}, {}, {}) for i in range(len(replies)))
+        groups.append(Group(scenario, position, talks, ((),) * len(replies), rewards))
+    return groups
+
+
+def run(model: Path, stage: int, dtype: str, out: Path, ranks: Ranks) -> None:
+    settings = ModelSettings(path=model, dtype=dtype)
+    zero = DeepSpeedSettings(stage=stage)
+    policy = Policy(settings, OPTIMIZER, zero, temperature=TEMPERATURE, total_steps=100, ranks=ranks)
+    reference = Reference(settings, zero, temperature=TEMPERATURE, ranks=ranks)
+    updater = Updater(
+        policy,
+        reference,
+        LOSS,
+        UpdateSettings(max_tokens_per_micro_batch=24),
+        mini_batch_prompts=MINI_BATCH_PROMPTS,
+        max_reply_tokens=16,
+        max_gap=float("inf"),  # the replies are made up, so no model sampled them
+        ranks=ranks,
+    )
+    groups = make_groups()
+    # Two ranks get three groups and one, so that one of them idles in the second mini-batch.
+    own = groups if ranks.world_size == 1 else [g for g in groups if (g.position == 1) == (ranks.rank == 1)]
+    metrics = [updater.update(own, [ADVANTAGES[g.position] for g in own], NUM_PROMPTS) for _ in range(STEPS)]
+    save_model_folder(policy, model, out)
+    if ranks.is_main:
+        (out / "metrics.json").write_text(json.dumps(metrics))
+
+
+def main() -> None:
+    model, out = map(Path, sys.argv[1:3])
+    ranks = Ranks.join()
+    for case in sys.argv[3:]:
+        stage, dtype = case.split("/")
+        (out / stage).mkdir(parents=True, exist_ok=True)
+        run(model, int(stage), dtype, out / stage / dtype, ranks)
+    ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

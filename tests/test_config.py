@@ -1,0 +1,133 @@
+"""Settings: every fault is named with its key and its remedy, before anything loads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from grpo.config import load_config
+from launch.train import check_inputs
+
+QUICKSTART = Path("configs/quickstart.yaml")
+
+
+def write(tmp_path, **changes):
+    """The quickstart's settings with `section__key=value` changed; a value of None removes the key."""
+    values = yaml.safe_load(QUICKSTART.read_text())
+    for name, value in changes.items():
+        *sections, last = name.split("__")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        if value is None:
+            del inner[last]
+        else:
+            inner[last] = value
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=str)
+def test_every_shipped_config_is_valid(path):
+    load_config(path)
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs/rewards").glob("*.yaml")), ids=str)
+def test_every_shipped_reward_file_replaces_the_section(path):
+    assert load_config(QUICKSTART, [f"rewards={path}"]).rewards.weights == yaml.safe_load(path.read_text())["weights"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rollout__group_sise": 8}, "rollout.group_sise: there is no such key; did you mean 'group_size'"),
+        ({"optimiser": {"lr": 1}}, "optimiser: there is no such key; did you mean 'optimizer'"),
+        ({"rewards__interactivity": {"bye": "llm"}}, "rewards.interactivity.bye: there is no such key; did you mean 'by'"),
+        ({"rewards__weights": {"blue_score": 1.0}}, "there is no reward 'blue_score'; did you mean 'bleu_score'"),
+        ({"rewards__weights": {"politeness": 1.0}}, "known rewards: bleu_score, interactivity, token_amount"),
+        ({"rewards__weights": {"bleu_score": float("nan")}}, "rewards.weights.bleu_score"),
+        ({"rewards__interactivity": {"by": "llm"}}, "need rewards.judge with base_url and model"),
+        ({"rollout__user": {"kind": "llm"}}, "kind: llm needs rollout.user.endpoint"),
+        ({"update__mini_batch_prompts": 3, "rollout__prompts_per_step": 8}, "3 does not divide rollout.prompts_per_step: 8; use one of [1, 2, 4, 8]"),
+        ({"rollout__max_reply_tokens": 768}, "leaves no room for a prompt in engine.max_context_tokens: 768"),
+        ({"rollout__group_size": 1}, "rollout.group_size: 1 will not do: input should be greater than or equal to 2"),
+        ({"optimizer__lr": "fast"}, "optimizer.lr: 'fast' will not do"),
+        ({"loss__variant": "ppo"}, "loss.variant: 'ppo' will not do: input should be 'grpo', 'gspo' or 'cispo'"),
+        ({"model__path": None}, "model.path: is missing"),
+        ({"run__name": "a/b"}, "run.name: 'a/b' will not do"),
+    ],
+)
+def test_a_fault_names_its_key_and_the_remedy(tmp_path, change, message):
+    with pytest.raises(ValueError) as error:
+        load_config(write(tmp_path, **change))
+    assert message in str(error.value)
+    assert str(tmp_path / "config.yaml") in str(error.value)
+
+
+def test_all_faults_are_told_at_once(tmp_path):
+    with pytest.raises(ValueError) as error:
+        load_config(write(tmp_path, rollout__group_sise=8, optimizer__lr=-1.0))
+    assert "group_sise" in str(error.value) and "optimizer.lr" in str(error.value)
+
+
+def test_overrides_change_one_key_and_are_checked_like_the_file():
+    config = load_config(QUICKSTART, ["rewards.weights.token_amount=-0.2", "optimizer.lr=1e-6", "rollout.user.kind=scripted"])
+    assert config.rewards.weights == {"bleu_score": 1.0, "interactivity": 1.0, "token_amount": -0.2}
+    assert config.optimizer.lr == 1e-6
+    with pytest.raises(ValueError, match="did you mean 'seed'"):
+        load_config(QUICKSTART, ["run.sed=2"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("run.seed", "is not an override; write section.key=value"),
+        ("reward=configs/rewards/short_replies.yaml", "did you mean 'rewards'"),
+        ("rewards=configs/rewards/none.yaml", "none.yaml: cannot be read"),
+        ("run.seed=[1", "the value is not valid YAML"),
+        ("run.seed.x=1", "seed is not a section"),
+    ],
+)
+def test_a_bad_override_is_explained(override, message):
+    with pytest.raises(ValueError) as error:
+        load_config(QUICKSTART, [override])
+    assert message in str(error.value)
+
+
+def test_unreadable_files_are_named(tmp_path):
+    (tmp_path / "broken.yaml").write_text("run: [1")
+    (tmp_path / "list.yaml").write_text("- 1")
+    for name, message in (("broken.yaml", "not valid YAML"), ("list.yaml", "must be a mapping"), ("gone.yaml", "cannot be read")):
+        with pytest.raises(ValueError, match=message) as error:
+            load_config(tmp_path / name)
+        assert name in str(error.value)
+
+
+def test_a_folder_that_is_no_model_is_refused_with_what_it_lacks(tmp_path):
+    config = load_config(QUICKSTART, [f"model.path={tmp_path}", f"run.folder={tmp_path}/runs"])
+    with pytest.raises(ValueError, match=r"is not a Hugging Face model folder: it lacks config.json, \*.safetensors"):
+        check_inputs(config)
+    config = load_config(QUICKSTART, [f"model.path={tmp_path}/gone", f"run.folder={tmp_path}/runs"])
+    with pytest.raises(ValueError, match="there is no folder"):
+        check_inputs(config)
+
+
+def test_an_earlier_run_is_not_replaced_unasked(tmp_path):
+    (tmp_path / "quickstart").mkdir()
+    (tmp_path / "quickstart" / "metrics.jsonl").write_text("{}\n")
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "run.overwrite=false"])
+    with pytest.raises(ValueError, match="run.overwrite=true"):
+        check_inputs(config)
+
+
+def test_help_lists_every_setting_with_its_unit_and_default():
+    text = subprocess.run(
+        [sys.executable, "-m", "launch.train", "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert "rollout.max_reply_tokens" in text and "tokens; longest first reply" in text
+    assert "optimizer.lr" in text and "1.0e-06" in text

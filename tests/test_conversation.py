@@ -1,0 +1,162 @@
+"""Conversations on a real engine with a tiny random model: turns, endings, and nothing mixed up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from rollout.chat import Chat
+from rollout.conversation import Rollout, RolloutPlan
+from rollout.engine import SharedEngine
+from rollout.engine_transformers import TransformersEngine
+from rollout.llm_client import LLMError
+from rollout.settings import EngineSettings, RolloutSettings
+from rollout.simulator import UserTurn
+from rollout.types import Scenario
+from tests.tiny import make_model
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    chat = Chat.load(folder)
+    settings = EngineSettings(max_context_tokens=160)
+    engine = SharedEngine(TransformersEngine(settings, folder, torch.float32, torch.device("cpu"), chat.stop_ids))
+    yield chat, engine
+    engine.close()
+
+
+@dataclass
+class Recording:
+    """A user that says what it is told to, and remembers what it was asked with."""
+
+    turns: list[UserTurn | LLMError]
+    heard: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    async def answer(self, scenario, messages):
+        self.heard.append((scenario.goal, [message["content"] for message in messages]))
+        turn = self.turns[sum(message["role"] == "user" for message in messages) - 1]
+        if isinstance(turn, LLMError):
+            raise turn
+        return turn
+
+
+def scenario(number=0, words="hello"):
+    return Scenario(f"s/{number}", ({"role": "user", "content": words},), f"goal {number}", "", None, "s", number)
+
+
+def play(parts, user, scenarios=(scenario(),), *, group_size=2, continuations=2, seed=1, **settings):
+    chat, engine = parts
+    defaults = {"max_reply_tokens": 120, "max_user_turns": 2, "max_assistant_turns": 3, "user": {"kind": "scripted"}}
+    rollout = Rollout(RolloutSettings(**(defaults | settings)), engine, chat, user)
+    ended = []
+    played = asyncio.run(rollout.play(scenarios, RolloutPlan(group_size, continuations, 1.0, seed, 1), ended.append))
+    talks = [talk for group in played for sample in group for talk in sample]
+    assert sorted(map(id, ended)) == sorted(map(id, talks))  # each handed over once, as it ends
+    return played
+
+
+MORE = UserTurn("i want bees", satisfied=False)
+BYE = UserTurn("bye", satisfied=True)
+
+
+def finished(played):
+    """Conversations whose first reply ended by itself."""
+    return [t for group in played for sample in group for t in sample if t.first_reply.finish_reason == "stop"]
+
+
+def test_a_conversation_runs_to_the_last_assistant_turn(parts):
+    talks = [t for t in finished(play(parts, Recording([MORE] * 9), group_size=8)) if t.ended == "turn_limit"]
+    assert talks
+    for talk in talks:
+        assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 3
+        assert len(talk.replies) == 3
+
+
+def test_without_the_last_reply_the_judged_text_ends_on_the_user(parts):
+    talks = finished(play(parts, Recording([MORE] * 9), group_size=8, judge_last_reply=False))
+    full = [talk for talk in talks if talk.ended == "turn_limit"]
+    assert full and all(talk.messages[-1]["role"] == "user" and len(talk.replies) == 2 for talk in full)
+
+
+def test_the_goodbye_is_kept_apart_from_the_judged_text(parts):
+    (talk, *_) = finished(play(parts, Recording([BYE]), group_size=8))
+    assert talk.ended == "user_satisfied" and talk.farewell == "bye"
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+
+
+def test_a_failing_simulator_ends_its_conversation_with_the_reason(parts):
+    (talk, *_) = finished(play(parts, Recording([LLMError("user", "timeout", "no answer")]), group_size=8))
+    assert talk.ended == "simulator_failed" and "timeout" in talk.failure
+
+
+def test_a_cut_first_reply_is_not_continued(parts):
+    played = play(parts, Recording([]), group_size=2, max_reply_tokens=1)
+    for (talk,) in played[0]:
+        assert talk.ended == "length" and len(talk.replies) == 1
+
+
+def test_no_continuations_score_the_reply_alone(parts):
+    played = play(parts, Recording([]), continuations=0)
+    assert [len(sample) for sample in played[0]] == [1, 1]
+
+
+def test_a_full_context_ends_the_conversation_on_the_assistant(parts):
+    long = UserTurn("bees " * 150, satisfied=False)
+    (talk, *_) = finished(play(parts, Recording([long]), group_size=8))
+    assert talk.ended == "context_full" and talk.messages[-1]["role"] == "assistant"
+
+
+def test_the_trained_ids_are_those_that_were_sampled(parts):
+    chat, _ = parts
+    for talk in finished(play(parts, Recording([BYE]), group_size=4)):
+        reply = talk.first_reply
+        assert list(reply.prompt_ids) == chat.prompt_ids(talk.scenario.messages)
+        assert reply.token_ids[-1] in chat.stop_ids and len(reply.logprobs) == len(reply.token_ids)
+
+
+def test_continuations_share_the_first_reply_and_differ_after_it(parts):
+    for sample in play(parts, Recording([MORE] * 9), group_size=4, continuations=3)[0]:
+        if sample[0].first_reply.finish_reason == "stop":
+            assert len({talk.replies[0] for talk in sample}) == 1
+            assert len({talk.replies[1].token_ids for talk in sample}) > 1
+
+
+def test_no_user_ever_sees_the_goal_or_words_of_another_conversation(parts):
+    user = Recording([MORE] * 9)
+    play(parts, user, [scenario(n, word) for n, word in enumerate(("hello", "bees", "roof", "winter"))], group_size=4)
+    opening_of = {}
+    for goal, heard in user.heard:
+        assert opening_of.setdefault(goal, heard[0]) == heard[0]
+    assert len(set(opening_of.values())) == 4
+
+
+def test_replies_do_not_depend_on_what_else_is_in_the_batch(parts):
+    alone = play(parts, Recording([MORE] * 9), [scenario(1, "bees")])
+    together = play(parts, Recording([MORE] * 9), [scenario(0), scenario(1, "bees"), scenario(2, "winter")], group_size=2)
+    texts = [[talk.messages for talk in sample] for sample in alone[0]]
+    assert texts == [[talk.messages for talk in sample] for sample in together[1]]
+
+
+def test_another_run_seed_gives_other_replies(parts):
+    one, two = (play(parts, Recording([BYE] * 9), group_size=4, seed=seed) for seed in (1, 2))
+    replies = [Counter(talk.first_reply.token_ids for sample in played[0] for talk in sample) for played in (one, two)]
+    assert replies[0] != replies[1]
+
+
+def test_an_engine_that_fails_fails_every_conversation(parts):
+    chat, engine = parts
+    rollout = Rollout(RolloutSettings(user={"kind": "scripted"}), engine, chat, Recording([]))
+    real_step = engine.engine.step
+    engine.engine.step = lambda: (_ for _ in ()).throw(RuntimeError("out of memory"))
+    try:
+        with pytest.raises(ExceptionGroup) as error:
+            asyncio.run(rollout.play([scenario()], RolloutPlan(2, 1, 1.0, 1, 1), lambda talk: None))
+        assert error.group_contains(RuntimeError, match="out of memory")
+    finally:
+        engine.engine.step = real_step
+    assert finished(play(parts, Recording([BYE]), group_size=8))  # and it can be used again

@@ -1,0 +1,138 @@
+"""KL, policy losses and aggregation by numbers worked by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from grpo.loss import aggregation_weights, kl_penalty, policy_loss
+
+LN2 = math.log(2)
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(actual, *expected):
+    torch.testing.assert_close(actual, tensor(*expected), atol=1e-9, rtol=0)
+
+
+def loss(ratio, advantage, **options):
+    """One token with probability ratio `ratio`."""
+    return policy_loss(tensor(math.log(ratio)), tensor(0.0), tensor(advantage), torch.tensor([0]), **options)
+
+
+def test_kl_estimators_at_a_ratio_of_two():
+    # d = ln 2: k1 = -ln 2, k2 = (ln 2)²/2, k3 = 2 - ln 2 - 1.
+    logp, ref = tensor(-1.0), tensor(-1.0 + LN2)
+    close(kl_penalty(logp, ref, "k1"), -LN2)
+    close(kl_penalty(logp, ref, "k2"), LN2**2 / 2)
+    close(kl_penalty(logp, ref, "k3"), 1 - LN2)
+    close(kl_penalty(logp, ref, "low_var_kl"), 1 - LN2)
+
+
+def test_low_var_kl_is_clamped_where_k3_is_not():
+    logp, ref = tensor(0.0, 0.0), tensor(30.0, 5.0)
+    close(kl_penalty(logp, ref, "low_var_kl"), 10, 10)
+    close(kl_penalty(logp, ref, "k3")[1:], math.exp(5) - 6)
+
+
+def test_low_var_kl_clamps_the_difference_first():
+    # d = -40 becomes -20: exp(-20) + 20 - 1 = 19.000000002, then clamped to 10.
+    close(kl_penalty(tensor(40.0), tensor(0.0), "low_var_kl"), 10)
+    close(kl_penalty(tensor(40.0), tensor(0.0), "k3"), math.exp(-40) + 39)
+
+
+def test_an_unclipped_token_costs_minus_ratio_times_advantage():
+    close(loss(1.1, 2.0).loss_N, -2.2)
+    close(loss(0.9, -2.0).loss_N, 1.8)
+
+
+def test_a_good_token_earns_nothing_beyond_the_upper_clip():
+    result = loss(1.5, 2.0)
+    close(result.loss_N, -2.4)
+    assert result.clipped_high_N.item() and not result.clipped_low_N.item()
+
+
+def test_a_bad_token_earns_nothing_below_the_lower_clip():
+    result = loss(0.5, -2.0)
+    close(result.loss_N, 1.6)
+    assert result.clipped_low_N.item() and not result.clipped_high_N.item()
+
+
+def test_the_pessimistic_side_is_never_clipped():
+    close(loss(1.5, -2.0).loss_N, 3.0)
+    close(loss(0.5, 2.0).loss_N, -1.0)
+
+
+def test_clip_higher_moves_only_the_upper_bound():
+    close(loss(1.25, 1.0, clip_high=0.28).loss_N, -1.25)
+    close(loss(0.5, -1.0, clip_high=0.28).loss_N, 0.8)
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens():
+    close(loss(5.0, -2.0).loss_N, 10)
+    result = loss(5.0, -2.0, dual_clip=3.0)
+    close(result.loss_N, 6)
+    assert result.clipped_low_N.item()
+    close(loss(5.0, 2.0, dual_clip=3.0).loss_N, -2.4)
+
+
+def test_gspo_uses_the_geometric_mean_of_the_sequence():
+    # Sequence 0: ratios 2 and 1/2, mean of logs 0, so ratio 1; sequence 1: ratio 1.1.
+    logp = tensor(LN2, -LN2, math.log(1.1)).requires_grad_()
+    result = policy_loss(logp, tensor(0.0, 0, 0), tensor(1.0, 1, 1), torch.tensor([0, 0, 1]), variant="gspo")
+    close(result.loss_N.detach(), -1, -1, -1.1)
+    result.loss_N.sum().backward()
+    close(logp.grad, -1, -1, -1.1)
+
+
+def test_cispo_clips_the_weight_and_keeps_the_gradient():
+    logp = tensor(math.log(3.0)).requires_grad_()
+    result = policy_loss(logp, tensor(0.0), tensor(2.0), torch.tensor([0]), variant="cispo")
+    result.loss_N.sum().backward()
+    close(logp.grad, -1.2 * 2)
+    assert result.clipped_high_N.item()
+
+
+def test_grpo_has_no_gradient_where_it_clips():
+    logp = tensor(math.log(3.0)).requires_grad_()
+    policy_loss(logp, tensor(0.0), tensor(2.0), torch.tensor([0])).loss_N.sum().backward()
+    close(logp.grad, 0)
+
+
+def test_at_a_ratio_of_one_the_gradient_is_minus_the_advantage():
+    logp = tensor(-1.5, -0.5).requires_grad_()
+    policy_loss(logp, logp.detach(), tensor(2.0, -3.0), torch.tensor([0, 1])).loss_N.sum().backward()
+    close(logp.grad, -2, 3)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="k4"):
+        kl_penalty(tensor(0.0), tensor(0.0), "k4")
+    with pytest.raises(ValueError, match="ppo2"):
+        loss(1.0, 1.0, variant="ppo2")
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "expected"),
+    [
+        # Two sequences of 1 and 3 tokens, token losses 4 and (1, 1, 1); the step has these two alone.
+        ("token_mean", (4 + 3) / 4),
+        ("seq_mean_token_mean", (4 + 1) / 2),
+        ("seq_mean_token_sum", (4 + 3) / 2),
+        ("seq_mean_token_sum_norm", (4 + 3) / (10 * 2)),
+    ],
+)
+def test_aggregation_by_hand(aggregate, expected):
+    weights_S = aggregation_weights(torch.tensor([1, 3]), aggregate, step_tokens=4, step_sequences=2, max_tokens=10)
+    total = weights_S[0] * 4 + weights_S[1] * 3
+    assert total.item() == pytest.approx(expected)
+
+
+def test_an_empty_step_has_a_denominator_of_one():
+    weights_S = aggregation_weights(torch.tensor([2]), "token_mean", step_tokens=0, step_sequences=0, max_tokens=1)
+    assert weights_S.item() == 1

@@ -1,0 +1,186 @@
+"""Scores and how they combine, by numbers worked by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from rewards.bleu import bleu
+from rewards.interactivity import rubric
+from rewards.scoring import Scorer, check_failure_rate, combine, score_batch
+from rewards.settings import RewardSettings, TokenAmountSettings
+from rewards.tokens import token_amount
+from rollout.chat import Chat
+from rollout.types import Conversation, Reply, Scenario, Score
+
+OPENING = 'Hi! I need some help with a short piece: "Keeping bees on a roof". I already know a few things I want in it.'
+
+
+def conversation(*said, ended="turn_limit", finish_reason="stop", reference="The hive is tied down.", opening=OPENING, failure=None):
+    """The assistant and the user take turns after the opening."""
+    roles = ["assistant", "user"]
+    messages = [{"role": "user", "content": opening}]
+    messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    replies = tuple(Reply((1,), (2,), (0.0,), text, finish_reason) for text in said[::2])
+    scenario = Scenario("test/0", (messages[0],), "goal", "task", reference, "test", 0)
+    return Conversation(scenario, 0, 0, tuple(messages), 1, replies, ended, failure=failure)
+
+
+# ── BLEU ──
+
+
+def test_identical_texts_score_one():
+    assert bleu("The hive hums.", "The hive hums.", "char") == pytest.approx(1)
+    assert bleu("The hive hums today.", "The hive hums today.", "word") == pytest.approx(1)
+
+
+def test_char_bleu_by_hand():
+    # "abcdx" against "abcde": 4/5 single characters, 3/4 pairs, 2/3 triples, 1/2 quadruples, equal lengths.
+    assert bleu("abcdx", "abcde", "char") == pytest.approx((4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
+
+
+def test_char_bleu_counts_whitespace():
+    # "ab cd" against "abcd": of its 5 characters 4 match; of its pairs ab, b␣, ␣c, cd two; no triple does.
+    assert bleu("ab cd", "abcd", "char") == 0
+    assert bleu("ab cde", "ab cde", "char") == pytest.approx(1)
+
+
+def test_a_short_document_pays_the_brevity_penalty():
+    # All its n-grams match; 5 characters for 10: exp(1 - 10/5).
+    assert bleu("abcde", "abcdefghij", "char") == pytest.approx(math.exp(-1))
+
+
+def test_an_empty_document_scores_zero():
+    assert bleu("", "something", "char") == 0 and bleu("", "something", "word") == 0
+
+
+def test_unrelated_english_already_scores_a_third_of_char_bleu():
+    one = "Our hive sits eleven floors above the street, tied down with straps against the wind, and the bees come home yellow."
+    other = "The last train to the coast was full of people who had missed the first, and nobody seemed to mind very much."
+    assert 0.2 < bleu(one, other, "char") < 0.45
+    assert bleu(one, other, "word") < 0.1
+
+
+# ── interactivity ──
+
+
+@pytest.mark.parametrize(
+    ("reply", "value"),
+    [
+        ("I can help. What would you like the bees to do on the roof?", 1.0),
+        ("Lovely idea! How many bees are there? Is the roof in a city or a village?", 1.0),
+        ("Happy to help. What do you want to say first?", 0.75),
+        ("Is it going to rain tomorrow in London?", 0.5),
+        ("What about the bees? How is the roof made? When did the bees come? Who else keeps bees there?", 0.5),
+        ("Bees are insects. They live in hives.", 0.0),
+        ("?", 0.0),
+        ("Bees? Roof? Why?", 0.0),
+        ("What do you want? What do you want? What do you want?", 0.0),
+        ("What do you want to say about bees? What do you want to say about bees?", 0.0),
+        ("zxq blorp fnord bees gleep roof?", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_rubric_pays_for_what_a_person_would_call_a_good_question(reply, value):
+    assert rubric(conversation(reply))[0] == value
+
+
+def test_the_rubric_reads_the_first_reply_alone():
+    assert rubric(conversation("Bees hum.", "Go on.", "What should the bees do next?"))[0] == 0
+
+
+# ── tokens ──
+
+
+def test_tokens_are_thousands_of_assistant_tokens_after_the_prompt(small_model):
+    chat = Chat.load(small_model)
+    talk = conversation("one two", "a very long user message " * 50, "three")
+    expected = (chat.num_tokens("one two") + chat.num_tokens("three")) / 1000
+    assert token_amount(talk, chat.num_tokens, TokenAmountSettings()) == pytest.approx(expected)
+
+
+def test_words_count_all_roles_after_the_prompt():
+    talk = conversation("one two", "three four five", "six")
+    assert token_amount(talk, len, TokenAmountSettings(count="words")) == 6
+
+
+# ── combination ──
+
+
+def score(**values):
+    return Score(values, {}, {})
+
+
+FAILED = Score({"bleu_score": 0.9}, {"interactivity": "judge: timeout"}, {})
+
+
+def test_mean_then_weight_then_clamp_then_sum():
+    scores = [score(bleu_score=0.2, interactivity=1.0, token_amount=30.0), score(bleu_score=0.6, interactivity=0.5, token_amount=10.0)]
+    reward = combine(scores, {"bleu_score": 1.0, "interactivity": 2.0, "token_amount": -0.1}, (-1.0, 1.0))
+    assert reward.means == pytest.approx({"bleu_score": 0.4, "interactivity": 0.75, "token_amount": 20})
+    assert reward.weighted == pytest.approx({"bleu_score": 0.4, "interactivity": 1.5, "token_amount": -2})
+    assert reward.clamped == pytest.approx({"bleu_score": 0.4, "interactivity": 1, "token_amount": -1})
+    assert reward.total == pytest.approx(0.4)
+
+
+def test_without_a_clamp_the_weighted_means_are_summed():
+    assert combine([score(token_amount=30.0)], {"token_amount": -0.1}, None).total == pytest.approx(-3)
+
+
+def test_a_failed_judgement_is_left_out_and_never_a_zero():
+    weights = {"bleu_score": 1.0, "interactivity": 1.0}
+    good = score(bleu_score=0.4, interactivity=0.6)
+    assert combine([good, FAILED], weights, None).total == pytest.approx(1.0)
+    nothing = combine([FAILED, FAILED], weights, None)
+    assert not nothing.valid and math.isnan(nothing.total)
+
+
+SETTINGS = {
+    "weights": {"bleu_score": 1.0, "interactivity": 1.0, "token_amount": -0.1},
+    "bleu_score": {"extract": "last"},
+    "interactivity": {"by": "rubric"},
+}
+
+
+def rewarded(chat, talk, **changes):
+    scorer = Scorer(RewardSettings(**(SETTINGS | changes)), chat, judge=None)
+    scores = asyncio.run(score_batch(scorer, [talk]))
+    return scores[0], scorer.reward([talk], scores)
+
+
+def test_a_conversation_is_scored_by_its_parts(small_model):
+    talk = conversation("What should I say about the bees?", "That it is tied down.", "The hive is tied down.")
+    result, reward = rewarded(Chat.load(small_model), talk)
+    assert result.values["bleu_score"] == pytest.approx(1) and result.values["interactivity"] == 1
+    assert reward.total == pytest.approx(2 - 0.1 * result.values["token_amount"])
+
+
+@pytest.mark.parametrize(("truncated", "total"), [(0.0, 0.0), (-0.5, -0.5), ("mask", None)])
+def test_a_cut_first_reply_gets_what_the_setting_says(small_model, truncated, total):
+    talk = conversation("The hive is tied", ended="length", finish_reason="length")
+    _, reward = rewarded(Chat.load(small_model), talk, truncated=truncated)
+    assert reward.valid == (total is not None)
+    assert reward.total == total or math.isnan(reward.total)
+
+
+def test_a_cut_first_reply_may_be_scored_as_it_is(small_model):
+    talk = conversation("The hive is tied down.", ended="length", finish_reason="length")
+    _, reward = rewarded(Chat.load(small_model), talk, truncated="score")
+    assert reward.means["bleu_score"] == pytest.approx(1)
+
+
+def test_a_failed_simulator_makes_the_conversation_invalid(small_model):
+    talk = conversation("What about bees?", ended="simulator_failed", failure="user: timeout")
+    result, reward = rewarded(Chat.load(small_model), talk)
+    assert result.failures == {"user": "user: timeout"} and not result.values and not reward.valid
+
+
+def test_too_many_failures_stop_the_run_with_the_first_three():
+    failures = [f"judge: fault {i}" for i in range(5)]
+    check_failure_rate(5, 19, failures, 0.1)  # too few started to tell
+    check_failure_rate(2, 20, failures, 0.1)
+    with pytest.raises(RuntimeError) as error:
+        check_failure_rate(5, 20, failures, 0.1)
+    assert "5 of 20" in str(error.value) and "fault 2" in str(error.value) and "fault 3" not in str(error.value)

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from grpo.policy import lr_factor
+from grpo.statistics import paired_difference
+
+
+def test_paired_difference_by_hand():
+    # Differences 1, 2, 0: mean 1, sd 1, standard error 1/sqrt(3), t sqrt(3).
+    result = paired_difference([1, 2, 3], [2, 4, 3])
+    assert (result.before, result.after, result.difference, result.n) == (2, 3, 1, 3)
+    assert result.standard_error == pytest.approx(1 / math.sqrt(3)) and result.t == pytest.approx(math.sqrt(3))
+
+
+def test_equal_changes_have_no_t():
+    assert math.isnan(paired_difference([1, 2], [2, 3]).t)
+
+
+def test_unpaired_items_are_refused():
+    with pytest.raises(ValueError, match="not 2 and 1"):
+        paired_difference([1, 2], [1])
+
+
+def test_warm_up_rises_and_schedules_fall_to_zero_after_the_last_step():
+    assert [lr_factor(step, 10, 4, "constant") for step in (0, 3, 4, 9)] == [0.2, 0.8, 1, 1]
+    assert [lr_factor(step, 10, 0, "linear") for step in (0, 5, 10)] == [1, 0.5, 0]
+    assert lr_factor(5, 10, 0, "cosine") == pytest.approx(0.5) and lr_factor(10, 10, 0, "cosine") == pytest.approx(0)

@@ -1,0 +1,106 @@
+"""The update against plain torch, and on several ranks under every ZeRO stage against one rank."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.programs import update_program as program
+from tests.tiny import make_model
+from tests.torchrun import torchrun
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+def read(folder):
+    return AutoModelForCausalLM.from_pretrained(folder).state_dict(), json.loads((folder / "metrics.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def one_rank(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("one")
+    torchrun(1, "tests.programs.update_program", model, folder, "0/float32")
+    return read(folder / "0/float32")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    cases = [f"{stage}/float32" for stage in range(4)] + ["3/bfloat16"]
+    torchrun(2, "tests.programs.update_program", model, folder, *cases)
+    return {case: read(folder / case) for case in cases}
+
+
+def in_plain_torch(model):
+    """The same two updates written out: whole logits, one sequence at a time, torch's AdamW."""
+    load = lambda: AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)  # noqa: E731
+    policy, reference = load(), load()
+    matrices = [p for p in policy.parameters() if p.ndim > 1]
+    vectors = [p for p in policy.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
+    replies = program.fixed_replies()
+
+    def logprobs(network, reply):
+        logits = network(torch.tensor([reply.prompt_ids + reply.token_ids])).logits[0] / 0.8
+        table = logits.log_softmax(-1)[len(reply.prompt_ids) - 1 : -1]
+        return table[range(len(reply.token_ids)), list(reply.token_ids)]
+
+    for _ in range(program.STEPS):
+        with torch.no_grad():
+            old = {(p, g): logprobs(policy, replies[p][g]) for p in range(4) for g in range(3)}
+        for positions in ((0, 1), (2, 3)):
+            members = [(p, g) for p in positions for g in range(3) if program.is_valid(p, g)]
+            num_tokens = sum(len(replies[p][g].token_ids) for p, g in members)
+            total = 0.0
+            for p, g in members:
+                now, advantage = logprobs(policy, replies[p][g]), program.ADVANTAGES[p][g]
+                with torch.no_grad():
+                    ref = logprobs(reference, replies[p][g])
+                ratio = (now - old[p, g]).exp()
+                loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
+                if advantage < 0:
+                    loss = loss.clamp(max=-3.0 * advantage)
+                total = total + (loss + 0.1 * ((ref - now).exp() - (ref - now) - 1)).sum() / num_tokens
+            optimizer.zero_grad()
+            total.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+            optimizer.step()
+    return policy.state_dict()
+
+
+def distance(one, other):
+    """Largest difference between two states, relative to the largest weight."""
+    assert one.keys() == other.keys()
+    return max(((one[name].float() - other[name].float()).abs().max() / one[name].float().abs().max()).item() for name in one)
+
+
+def test_one_rank_ends_at_the_weights_of_plain_torch(model, one_rank):
+    state, metrics = one_rank
+    assert distance(state, in_plain_torch(model)) < 1e-4
+    assert distance(state, AutoModelForCausalLM.from_pretrained(model).state_dict()) > 1e-2  # and it did move
+    assert [m["update/optimizer_steps"] for m in metrics] == [2, 2]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_ranks_end_at_the_weights_of_one(one_rank, two_ranks, stage):
+    state, metrics = two_ranks[f"{stage}/float32"]
+    assert distance(state, one_rank[0]) < 1e-4
+    for one, two in zip(one_rank[1], metrics, strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
+
+
+def test_bfloat16_trains_in_the_same_direction(model, one_rank, two_ranks):
+    state, metrics = two_ranks["3/bfloat16"]
+    assert next(iter(state.values())).dtype == torch.bfloat16
+    start = AutoModelForCausalLM.from_pretrained(model).state_dict()
+    moves = [torch.cat([(s[n].float() - start[n]).flatten() for n in start]) for s in (state, one_rank[0])]
+    assert torch.nn.functional.cosine_similarity(*moves, dim=0) > 0.7
+    assert all(math.isfinite(value) for m in metrics for value in m.values())

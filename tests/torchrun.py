@@ -1,0 +1,17 @@
+"""Runs a test's program under torchrun, as a training launch would be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+
+def torchrun(num_ranks: int, module: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Raises AssertionError with the program's output where it fails."""
+    quiet = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
+    command += ["-m", module, *map(str, arguments)]
+    done = subprocess.run(command, env=os.environ | quiet, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
