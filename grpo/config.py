@@ -27,23 +27,35 @@ class RunSettings(Section):
     seed: int = Field(1, ge=0, description="seed of everything that is drawn")
     steps: int | None = Field(None, ge=1, description="steps; null: run.epochs decides")
     epochs: int = Field(1, ge=1, description="passes over the training data (where run.steps is null)")
-    save_every: int | None = Field(None, ge=1, description="steps between saved model folders; the last step is always saved")
+    save_every: int | None = Field(
+        None, ge=1, description="steps between saved model folders; the last step is always saved"
+    )
     overwrite: bool = Field(False, description="replace the folder of an earlier run of this name")
 
 
 class ModelSettings(Section):
     path: Path = Field(description="local Hugging Face model folder")
-    dtype: Literal["float32", "bfloat16"] = Field("bfloat16", description="of weights and activations; DeepSpeed keeps float32 masters")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in backward: less memory, a third more time")
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="of weights and activations; DeepSpeed keeps float32 masters"
+    )
+    gradient_checkpointing: bool = Field(
+        False, description="recompute activations in backward: less memory, a third more time"
+    )
 
 
 class AdvantageSettings(Section):
-    baseline: Literal["mean", "leave_one_out"] = Field("mean", description="what a reply is compared with: its group, or the others in it")
-    scale: Literal["group_std", "batch_std", "none"] = Field("group_std", description="what the difference is divided by")
+    baseline: Literal["mean", "leave_one_out"] = Field(
+        "mean", description="what a reply is compared with: its group, or the others in it"
+    )
+    scale: Literal["group_std", "batch_std", "none"] = Field(
+        "group_std", description="what the difference is divided by"
+    )
 
 
 class LossSettings(Section):
-    variant: Variant = Field("grpo", description="policy loss: PPO clipping per token, per sequence (gspo), or clipped weights (cispo)")
+    variant: Variant = Field(
+        "grpo", description="policy loss: PPO clipping per token, per sequence (gspo), or clipped weights (cispo)"
+    )
     aggregate: Aggregate = Field("token_mean", description="how token losses add up over the optimizer step")
     clip_low: float = Field(0.2, gt=0, lt=1, description="ratio may fall to 1 - clip_low")
     clip_high: float = Field(0.2, gt=0, description="ratio may rise to 1 + clip_high")
@@ -54,7 +66,9 @@ class LossSettings(Section):
 
 class UpdateSettings(Section):
     mini_batch_prompts: int | None = Field(None, ge=1, description="prompts per optimizer step; null: all of a step's")
-    max_tokens_per_micro_batch: int = Field(8192, ge=2, description="tokens; padding included, of one forward pass on one rank")
+    max_tokens_per_micro_batch: int = Field(
+        8192, ge=2, description="tokens; padding included, of one forward pass on one rank"
+    )
     share_prompt: bool = Field(True, description="compute a group's prompt once; false: one sequence per row, padded")
 
 
@@ -63,7 +77,9 @@ class OptimizerSettings(Section):
     betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's averages")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay")
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="learning rate after warm-up, to 0 at the last step")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="learning rate after warm-up, to 0 at the last step"
+    )
     warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients are clipped to this norm")
 
@@ -74,7 +90,9 @@ class DeepSpeedSettings(Section):
 
 
 class EvaluationSettings(Section):
-    every: int | None = Field(None, ge=1, description="steps between evaluations; null: before and after only, where there is data")
+    every: int | None = Field(
+        None, ge=1, description="steps between evaluations; null: before and after only, where there is data"
+    )
     prompts: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
     temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: the most likely token")
     continuations: int = Field(1, ge=0, description="conversations per held-out prompt")
@@ -206,4 +224,7 @@ def describe_settings(section: type[BaseModel] = Config, prefix: str = "") -> It
 
 
 def _shown(default: Any) -> str:
-    return yaml.safe_dump(str(default) if isinstance(default, Path) else list(default) if isinstance(default, tuple) else default, default_flow_style=True).split("\n")[0]
+    return yaml.safe_dump(
+        str(default) if isinstance(default, Path) else list(default) if isinstance(default, tuple) else default,
+        default_flow_style=True,
+    ).split("\n")[0]

@@ -36,7 +36,9 @@ class Group:
     def failures(self) -> list[str]:
         """One line for each conversation that could not be judged."""
         scores = [score for scores_C in self.scores_GC for score in scores_C]
-        return [f"{name}: {reason}" for score in scores if not score.valid for name, reason in [*score.failures.items()][:1]]
+        return [
+            f"{name}: {reason}" for score in scores if not score.valid for name, reason in [*score.failures.items()][:1]
+        ]
 
 
 async def play_and_score(
@@ -52,7 +54,8 @@ async def play_and_score(
             for conversations_C in conversations_GC
         )
         rewards_G = tuple(
-            scorer.reward(conversations_C, scores_C) for conversations_C, scores_C in zip(conversations_GC, scores_GC, strict=True)
+            scorer.reward(conversations_C, scores_C)
+            for conversations_C, scores_C in zip(conversations_GC, scores_GC, strict=True)
         )
         groups.append(Group(scenario, position, tuple(map(tuple, conversations_GC)), scores_GC, rewards_G))
     return groups
@@ -77,7 +80,11 @@ def trace_rows(group: Group, step: int, advantages_G: Sequence[float]) -> list[d
                     "ended": talk.ended,
                     "farewell": talk.farewell,
                     "reply_tokens": [len(reply.token_ids) for reply in talk.replies],
-                    "score": {"values": dict(score.values), "failures": dict(score.failures), "notes": dict(score.notes)},
+                    "score": {
+                        "values": dict(score.values),
+                        "failures": dict(score.failures),
+                        "notes": dict(score.notes),
+                    },
                     "reward": {
                         "total": reward.total if reward.valid else None,
                         "means": dict(reward.means),

@@ -37,7 +37,9 @@ class LogprobModel(nn.Module):
         states_ND = states_RLD.flatten(0, 1)[batch.predictor_N]
         pairs = [
             checkpoint(self._head, states_CD, target_C, use_reentrant=False)
-            for states_CD, target_C in zip(states_ND.split(CHUNK_TOKENS), batch.target_N.split(CHUNK_TOKENS), strict=True)
+            for states_CD, target_C in zip(
+                states_ND.split(CHUNK_TOKENS), batch.target_N.split(CHUNK_TOKENS), strict=True
+            )
         ]
         return torch.cat([logprobs_C for logprobs_C, _ in pairs]), torch.cat([entropy_C for _, entropy_C in pairs])
 

@@ -93,7 +93,9 @@ class Policy:
         A gradient that is not finite changes nothing and is counted: the norm returned is infinite.
         Raises FloatingPointError after three in a row.
         """
-        lr = self.settings.lr * lr_factor(self.num_steps, self.total_steps, self.settings.warmup_steps, self.settings.schedule)
+        lr = self.settings.lr * lr_factor(
+            self.num_steps, self.total_steps, self.settings.warmup_steps, self.settings.schedule
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         norm = self._take_step()
@@ -162,9 +164,7 @@ class Reference:
         return self.module(batch)[0]
 
 
-def deepspeed_config(
-    model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings
-) -> dict[str, Any]:
+def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings) -> dict[str, Any]:
     zero_optimization: dict[str, Any] = {"stage": zero.stage}
     if zero.offload_optimizer:
         zero_optimization["offload_optimizer"] = {"device": "cpu", "pin_memory": True}

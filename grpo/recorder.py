@@ -1,12 +1,12 @@
 """What a run leaves behind: metrics, TensorBoard, traces, evaluations. Only the main rank writes.
 
-    runs/NAME/config.yaml               the settings, overrides applied
-    runs/NAME/environment.json          engine, ranks, device and versions
-    runs/NAME/metrics.jsonl             one line per step
-    runs/NAME/tensorboard/              the same for TensorBoard
-    runs/NAME/traces/step_00001.jsonl   every conversation of the step, with scores and advantages
-    runs/NAME/evaluations/step_00000.jsonl
-    runs/NAME/model/                    the trained Hugging Face folder (checkpoints/step_00010/ before the end)
+runs/NAME/config.yaml               the settings, overrides applied
+runs/NAME/environment.json          engine, ranks, device and versions
+runs/NAME/metrics.jsonl             one line per step
+runs/NAME/tensorboard/              the same for TensorBoard
+runs/NAME/traces/step_00001.jsonl   every conversation of the step, with scores and advantages
+runs/NAME/evaluations/step_00000.jsonl
+runs/NAME/model/                    the trained Hugging Face folder (checkpoints/step_00010/ before the end)
 """
 
 from __future__ import annotations

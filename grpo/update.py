@@ -72,10 +72,18 @@ class Updater:
         self.mini_batch_prompts, self.max_reply_tokens = mini_batch_prompts, max_reply_tokens
         self.max_gap, self.ranks = max_gap, ranks
 
-    def update(self, groups: Sequence[Group], advantages_PG: Sequence[Sequence[float]], num_prompts: int) -> dict[str, float]:
+    def update(
+        self, groups: Sequence[Group], advantages_PG: Sequence[Sequence[float]], num_prompts: int
+    ) -> dict[str, float]:
         """One pass over this rank's groups of a step of `num_prompts` prompts; metrics of the step. Collective."""
         mini_batches = [
-            self._plan([pair for pair in zip(groups, advantages_PG, strict=True) if start <= pair[0].position < start + self.mini_batch_prompts])
+            self._plan(
+                [
+                    pair
+                    for pair in zip(groups, advantages_PG, strict=True)
+                    if start <= pair[0].position < start + self.mini_batch_prompts
+                ]
+            )
             for start in range(0, num_prompts, self.mini_batch_prompts)
         ]
         steps = [mini_batch for mini_batch in mini_batches if mini_batch.has_gradient]

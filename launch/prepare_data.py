@@ -82,7 +82,9 @@ def prepare(articles_file: Path, held_out: int, out: Path) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m launch.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--articles", type=Path, required=True, help="JSONL file, {title, text} a line")
     parser.add_argument("--held-out", type=int, required=True, help="articles kept for evaluation: the last ones")
     parser.add_argument("--out", type=Path, required=True, help="folder of the parquet files")

@@ -1,6 +1,6 @@
 """The quickstart after its set-up (`bash launch/quickstart.sh`): data, training, report.
 
-    python -m launch.quickstart [section.key=value ...]
+python -m launch.quickstart [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -21,14 +21,9 @@ DATA = Path("data/quickstart")
 def main() -> None:
     # The shell script says when it began, so that the minutes hold the installation too.
     started = float(os.environ.get("QUICKSTART_STARTED", time.time()))
-    try:
-        sizes = prepare_data.prepare(ARTICLES, HELD_OUT, DATA)
-        train.say(f"{DATA}: {sizes['train']} short articles to train on, {sizes['validation']} held out")
-        config = train.parse(["--config", str(CONFIG), *sys.argv[1:]])
-        inputs = train.check_inputs(config)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    train.run_training(config, inputs)
+    sizes = prepare_data.prepare(ARTICLES, HELD_OUT, DATA)
+    train.say(f"{DATA}: {sizes['train']} short articles to train on, {sizes['validation']} held out")
+    config = train.run(lambda: train.parse(["--config", str(CONFIG), *sys.argv[1:]]))
     minutes = (time.time() - started) / 60
     report.report(config.run.folder / config.run.name, {"minutes": minutes})
     print(f"\nquickstart: {minutes:.1f} minutes in all")

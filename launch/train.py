@@ -15,11 +15,13 @@ import os
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 import torch
+import transformers
 
 from grpo.config import Config, describe_settings, load_config
 from grpo.policy import Policy, Reference
@@ -60,7 +62,10 @@ def check_inputs(config: Config) -> Inputs:
     def scenarios(path: Path) -> list[Scenario]:
         rows = read_scenarios(path, need_reference=need_reference)
         kept, num_dropped = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)
-        say(f"{path}: {len(kept)} prompts" + (f", {num_dropped} dropped as longer than {config.max_prompt_tokens} tokens" if num_dropped else ""))
+        say(
+            f"{path}: {len(kept)} prompts"
+            + (f", {num_dropped} dropped as longer than {config.max_prompt_tokens} tokens" if num_dropped else "")
+        )
         return kept
 
     train = scenarios(config.data.train)
@@ -75,16 +80,19 @@ def check_inputs(config: Config) -> Inputs:
         clients["judge"] = LLMClient("judge", config.rewards.judge)
     user = LLMUser(clients["user"], config.rollout.user) if "user" in clients else ScriptedUser()
     judge = Judge(clients["judge"], config.rewards) if "judge" in clients else None
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         for client in clients.values():
             client.check()
-    say(f"engine: {engine} ({reason}); {total_steps} steps of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies")
+    say(
+        f"engine: {engine} ({reason}); {total_steps} steps of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies"
+    )
     return Inputs(chat, train, validation, clients, user, judge, total_steps)
 
 
 def run_training(config: Config, inputs: Inputs) -> None:
     """Loads the models and trains, on this rank."""
     ranks = Ranks.join()
+    transformers.utils.logging.disable_progress_bar()
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(config.run.seed)
     say("loading the model ...")
@@ -115,9 +123,14 @@ def run_training(config: Config, inputs: Inputs) -> None:
     ranks.leave()
 
 
+def is_main() -> bool:
+    """Whether this is the first of the processes that torchrun started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(text: str) -> None:
     """Tells the person at the terminal, once."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         print(text, flush=True)
 
 
@@ -129,25 +142,37 @@ def parse(arguments: list[str] | None = None) -> Config:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the settings")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change; a section may be a file: rewards=FILE")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings to change; a section may be a file: rewards=FILE",
+    )
     options = parser.parse_args(arguments)
     return load_config(options.config, options.overrides)
 
 
 def main() -> None:
+    run(parse)
+
+
+def run(read_config: Callable[[], Config]) -> Config:
+    """Checks and trains; a fault ends the process with its message: 2 for bad input, 1 for anything later."""
     try:
-        config = parse()
+        config = read_config()
         inputs = check_inputs(config)
     except ValueError as error:
-        say(f"error: {error}")
+        if is_main():
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     try:
         run_training(config, inputs)
-    except Exception:
-        # Threads of the engine and of other libraries would keep this rank, and so all others, waiting.
+    except Exception as error:
         traceback.print_exc()
-        sys.stderr.flush()
+        print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        # Threads of the engine and of other libraries would keep this rank, and so all others, waiting.
         os._exit(1)
+    return config
 
 
 if __name__ == "__main__":

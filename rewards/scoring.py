@@ -108,9 +108,7 @@ class Scorer:
         return combine(scores, self.settings.weights, self.settings.clamp)
 
 
-def combine(
-    scores: Sequence[Score], weights: Mapping[str, float], clamp: tuple[float, float] | None
-) -> ReplyReward:
+def combine(scores: Sequence[Score], weights: Mapping[str, float], clamp: tuple[float, float] | None) -> ReplyReward:
     """Mean over valid conversations → × weight → clamp → sum.
 
     >>> scores = [Score({"bleu_score": 0.2, "token_amount": 3.0}, {}, {}), Score({"bleu_score": 0.6, "token_amount": 1.0}, {}, {})]

@@ -48,7 +48,9 @@ class RewardSettings(Section):
         0.0,
         description="reward of a first reply cut by its token limit: a number, `score` it as it is, or `mask` it as invalid",
     )
-    max_failure_rate: float = Field(0.1, ge=0, le=1, description="failed ÷ started conversations; above it the run stops")
+    max_failure_rate: float = Field(
+        0.1, ge=0, le=1, description="failed ÷ started conversations; above it the run stops"
+    )
     judge: EndpointSettings | None = Field(None, description="server of the judge")
     bleu_score: BleuSettings = BleuSettings()
     interactivity: InteractivitySettings = InteractivitySettings()

@@ -27,7 +27,9 @@ class Chat:
         check_model_folder(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         if not tokenizer.chat_template:
-            raise ValueError(f"model.path: {folder} has no chat template; train an instruct model or add chat_template.jinja")
+            raise ValueError(
+                f"model.path: {folder} has no chat template; train an instruct model or add chat_template.jinja"
+            )
         stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         if (folder / "generation_config.json").exists():
             eos = GenerationConfig.from_pretrained(folder).eos_token_id

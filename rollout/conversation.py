@@ -66,7 +66,9 @@ class Rollout:
         seed = sample_seed(plan.run_seed, plan.step, scenario.row, sample, turn=0)
         first = await self._reply(scenario.messages, self.settings.max_reply_tokens, plan.temperature, seed)
         if first is None:
-            raise ValueError(f"{scenario.scenario_id}: the prompt fills the whole context; raise engine.max_context_tokens")
+            raise ValueError(
+                f"{scenario.scenario_id}: the prompt fills the whole context; raise engine.max_context_tokens"
+            )
         if first.finish_reason == "length" or plan.continuations == 0:
             ended: Ending = "length" if first.finish_reason == "length" else "turn_limit"
             conversation = self._ended(scenario, sample, 0, [_assistant(first)], [first], ended)
@@ -103,7 +105,9 @@ class Rollout:
             if len(replies) + 1 == limits.max_assistant_turns and not limits.judge_last_reply:
                 new_messages.append(said)
                 return ended("turn_limit")
-            seed = sample_seed(plan.run_seed, plan.step, scenario.row, sample, turn=(continuation + 1) * 1000 + len(replies))
+            seed = sample_seed(
+                plan.run_seed, plan.step, scenario.row, sample, turn=(continuation + 1) * 1000 + len(replies)
+            )
             reply = await self._reply([*history, said], limits.later_reply_tokens, plan.temperature, seed)
             if reply is None:
                 return ended("context_full")
@@ -120,7 +124,9 @@ class Rollout:
         if room < 1:
             return None
         sampled = await self.engine.sample(SampleRequest(prompt_ids, min(max_tokens, room), temperature, seed))
-        return Reply(prompt_ids, sampled.token_ids, sampled.logprobs, self.chat.text(sampled.token_ids), sampled.finish_reason)
+        return Reply(
+            prompt_ids, sampled.token_ids, sampled.logprobs, self.chat.text(sampled.token_ids), sampled.finish_reason
+        )
 
     @staticmethod
     def _ended(

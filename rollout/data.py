@@ -36,9 +36,7 @@ def read_scenarios(path: Path, *, need_reference: bool) -> list[Scenario]:
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     if path.suffix not in readers:
         raise ValueError(f"{path}: data files are .parquet or .jsonl")
-    scenarios = [
-        _scenario(path, row, fields, need_reference) for row, fields in enumerate(readers[path.suffix](path))
-    ]
+    scenarios = [_scenario(path, row, fields, need_reference) for row, fields in enumerate(readers[path.suffix](path))]
     if not scenarios:
         raise ValueError(f"{path}: the file has no rows")
     return scenarios
@@ -95,7 +93,9 @@ def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: b
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{where}: {name!r} must be text, not {type(value).__name__}")
     if need_reference and not (texts["reference"] or "").strip():
-        raise ValueError(f"{where}: the reference ('ground_truth') is missing and bleu_score needs one; fill it or drop the weight")
+        raise ValueError(
+            f"{where}: the reference ('ground_truth') is missing and bleu_score needs one; fill it or drop the weight"
+        )
     source = texts["data_source"] or path.stem
     return Scenario(
         scenario_id=f"{source}/{row}",
@@ -110,7 +110,9 @@ def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: b
 
 def _messages(where: str, prompt: Any) -> tuple[Message, ...]:
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(f"{where}: 'prompt' is {'null' if prompt is None else 'empty or no list'}; it must be a list of messages")
+        raise ValueError(
+            f"{where}: 'prompt' is {'null' if prompt is None else 'empty or no list'}; it must be a list of messages"
+        )
     for number, message in enumerate(prompt):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ValueError(f"{where}: message {number} of 'prompt' needs a role of {', '.join(ROLES)}")

@@ -92,7 +92,9 @@ def choose_engine(settings: EngineSettings) -> tuple[Literal["vllm", "transforme
     return ("transformers", "vLLM is not installed") if missing else ("vllm", "vLLM is installed")
 
 
-def build_engine(settings: EngineSettings, model_folder: Path, dtype: torch.dtype, device: torch.device, stop_ids: tuple[int, ...]) -> Engine:
+def build_engine(
+    settings: EngineSettings, model_folder: Path, dtype: torch.dtype, device: torch.device, stop_ids: tuple[int, ...]
+) -> Engine:
     """Starts the engine of this rank; its first weights are those of `model_folder`."""
     kind, _ = choose_engine(settings)
     if kind == "vllm":

@@ -19,7 +19,12 @@ class TransformersEngine:
     name = "transformers"
 
     def __init__(
-        self, settings: EngineSettings, model_folder: Path, dtype: torch.dtype, device: torch.device, stop_ids: tuple[int, ...]
+        self,
+        settings: EngineSettings,
+        model_folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        stop_ids: tuple[int, ...],
     ):
         self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).to(device).eval()
         self.max_context_tokens = settings.max_context_tokens
@@ -62,7 +67,11 @@ class TransformersEngine:
         cache = DynamicCache(config=self.model.config)
         while live:
             logits_BV = self.model(
-                input_ids=ids_BL, attention_mask=mask_BL, position_ids=positions_BL, past_key_values=cache, logits_to_keep=1
+                input_ids=ids_BL,
+                attention_mask=mask_BL,
+                position_ids=positions_BL,
+                past_key_values=cache,
+                logits_to_keep=1,
             ).logits[:, -1]
             next_B, logprobs_B = _draw(logits_BV, [requests[i] for i in live], [generators[i] for i in live])
             keep = []

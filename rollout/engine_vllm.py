@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 
 import torch
@@ -20,14 +21,25 @@ class VLLMEngine:
     name = "vllm"
 
     def __init__(
-        self, settings: EngineSettings, model_folder: Path, dtype: torch.dtype, device: torch.device, stop_ids: tuple[int, ...]
+        self,
+        settings: EngineSettings,
+        model_folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        stop_ids: tuple[int, ...],
     ):
+        num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
+        os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
         # Read when vLLM is imported: the engine core must live in this process to share its weights.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         from vllm import LLM
 
+        if device.type == "cpu":
+            # vLLM would compile its sampler at the first reply: seconds, and a C++ compiler, for nothing gained.
+            torch._dynamo.config.disable = True
         self.device = device
         self.max_context_tokens = settings.max_context_tokens
         self.stop_ids = list(stop_ids)
@@ -47,8 +59,13 @@ class VLLMEngine:
             **(_gpu_arguments(settings) if self._on_gpu else _cpu_arguments(settings)),
         )
         self._engine = self._llm.llm_engine
+        # vLLM lowers torch's threads while it starts, and its CPU worker takes the means to raise them away.
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        self._num_threads = num_threads
 
     def enter_thread(self) -> None:
+        torch.set_num_threads(self._num_threads)  # a thread's own, in OpenMP
         if self._on_gpu:
             torch.cuda.set_device(self.device)
 

@@ -80,7 +80,8 @@ class RolloutSettings(Section):
     max_user_turns: int = Field(2, ge=0, description="simulated user messages after the prompt")
     max_assistant_turns: int = Field(3, ge=1, description="assistant messages, the first reply included")
     judge_last_reply: bool = Field(
-        True, description="judge through the assistant's last message; false ends on the user as the published recipe did"
+        True,
+        description="judge through the assistant's last message; false ends on the user as the published recipe did",
     )
     user: UserSettings = Field(description="the simulated user")
 

@@ -42,9 +42,7 @@ class LLMUser:
 
     async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
         """The user's next message. Raises LLMError where the model gave no usable one."""
-        prompt = self._prompt.fill(
-            task_desc=scenario.task_desc, goal=scenario.goal, conversation=visible(messages)
-        )
+        prompt = self._prompt.fill(task_desc=scenario.task_desc, goal=scenario.goal, conversation=visible(messages))
         answer = await self._client.ask([{"role": "user", "content": prompt}], self._schema, _refuse_silence)
         said = answer["reply"]
         return UserTurn(said.replace(STOP_SIGNAL, "").strip(), satisfied=STOP_SIGNAL in said)

@@ -81,9 +81,7 @@ def test_shapes_and_names_are_checked():
         advantages([[1.0, 0]], baseline="median")
 
 
-groups = st.lists(
-    st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=1, max_size=3
-)
+groups = st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=1, max_size=3)
 
 
 @given(groups, st.sampled_from(["group_std", "batch_std", "none"]))
@@ -94,7 +92,9 @@ def test_the_advantages_of_a_group_sum_to_zero(rewards, scale):
 @given(groups, st.floats(-100, 100))
 def test_adding_a_constant_to_all_rewards_changes_nothing(rewards, constant):
     shifted = [[reward + constant for reward in group] for group in rewards]
-    torch.testing.assert_close(advantages(rewards, scale="none"), advantages(shifted, scale="none"), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        advantages(rewards, scale="none"), advantages(shifted, scale="none"), atol=1e-5, rtol=1e-5
+    )
 
 
 def test_inputs_are_left_as_they_were():

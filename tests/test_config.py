@@ -47,13 +47,19 @@ def test_every_shipped_reward_file_replaces_the_section(path):
     [
         ({"rollout__group_sise": 8}, "rollout.group_sise: there is no such key; did you mean 'group_size'"),
         ({"optimiser": {"lr": 1}}, "optimiser: there is no such key; did you mean 'optimizer'"),
-        ({"rewards__interactivity": {"bye": "llm"}}, "rewards.interactivity.bye: there is no such key; did you mean 'by'"),
+        (
+            {"rewards__interactivity": {"bye": "llm"}},
+            "rewards.interactivity.bye: there is no such key; did you mean 'by'",
+        ),
         ({"rewards__weights": {"blue_score": 1.0}}, "there is no reward 'blue_score'; did you mean 'bleu_score'"),
         ({"rewards__weights": {"politeness": 1.0}}, "known rewards: bleu_score, interactivity, token_amount"),
         ({"rewards__weights": {"bleu_score": float("nan")}}, "rewards.weights.bleu_score"),
         ({"rewards__interactivity": {"by": "llm"}}, "need rewards.judge with base_url and model"),
         ({"rollout__user": {"kind": "llm"}}, "kind: llm needs rollout.user.endpoint"),
-        ({"update__mini_batch_prompts": 3, "rollout__prompts_per_step": 8}, "3 does not divide rollout.prompts_per_step: 8; use one of [1, 2, 4, 8]"),
+        (
+            {"update__mini_batch_prompts": 3, "rollout__prompts_per_step": 8},
+            "3 does not divide rollout.prompts_per_step: 8; use one of [1, 2, 4, 8]",
+        ),
         ({"rollout__max_reply_tokens": 768}, "leaves no room for a prompt in engine.max_context_tokens: 768"),
         ({"rollout__group_size": 1}, "rollout.group_size: 1 will not do: input should be greater than or equal to 2"),
         ({"optimizer__lr": "fast"}, "optimizer.lr: 'fast' will not do"),
@@ -76,7 +82,9 @@ def test_all_faults_are_told_at_once(tmp_path):
 
 
 def test_overrides_change_one_key_and_are_checked_like_the_file():
-    config = load_config(QUICKSTART, ["rewards.weights.token_amount=-0.2", "optimizer.lr=1e-6", "rollout.user.kind=scripted"])
+    config = load_config(
+        QUICKSTART, ["rewards.weights.token_amount=-0.2", "optimizer.lr=1e-6", "rollout.user.kind=scripted"]
+    )
     assert config.rewards.weights == {"bleu_score": 1.0, "interactivity": 1.0, "token_amount": -0.2}
     assert config.optimizer.lr == 1e-6
     with pytest.raises(ValueError, match="did you mean 'seed'"):
@@ -102,7 +110,11 @@ def test_a_bad_override_is_explained(override, message):
 def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "broken.yaml").write_text("run: [1")
     (tmp_path / "list.yaml").write_text("- 1")
-    for name, message in (("broken.yaml", "not valid YAML"), ("list.yaml", "must be a mapping"), ("gone.yaml", "cannot be read")):
+    for name, message in (
+        ("broken.yaml", "not valid YAML"),
+        ("list.yaml", "must be a mapping"),
+        ("gone.yaml", "cannot be read"),
+    ):
         with pytest.raises(ValueError, match=message) as error:
             load_config(tmp_path / name)
         assert name in str(error.value)

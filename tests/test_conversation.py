@@ -137,7 +137,9 @@ def test_no_user_ever_sees_the_goal_or_words_of_another_conversation(parts):
 
 def test_replies_do_not_depend_on_what_else_is_in_the_batch(parts):
     alone = play(parts, Recording([MORE] * 9), [scenario(1, "bees")])
-    together = play(parts, Recording([MORE] * 9), [scenario(0), scenario(1, "bees"), scenario(2, "winter")], group_size=2)
+    together = play(
+        parts, Recording([MORE] * 9), [scenario(0), scenario(1, "bees"), scenario(2, "winter")], group_size=2
+    )
     texts = [[talk.messages for talk in sample] for sample in alone[0]]
     assert texts == [[talk.messages for talk in sample] for sample in together[1]]
 

@@ -41,7 +41,10 @@ def changed(**changes):
 def test_a_parquet_row_becomes_a_scenario(tmp_path):
     (scenario,) = read_scenarios(parquet(tmp_path, ROW), need_reference=True)
     assert scenario.messages[0]["role"] == "system"
-    assert scenario.messages[-1] == {"role": "user", "content": 'Hi! I need some help with a short piece: "Salt". I already know a few things I want in it.'}
+    assert scenario.messages[-1] == {
+        "role": "user",
+        "content": 'Hi! I need some help with a short piece: "Salt". I already know a few things I want in it.',
+    }
     assert scenario.reference == "Salt keeps. It also melts ice."
     assert scenario.goal == "Write a short article about: Salt\n\nSalt keeps. It also melts ice."
     assert scenario.task_desc == "writing a short article"
@@ -124,7 +127,12 @@ def test_files_that_are_missing_empty_or_of_another_kind_are_named(tmp_path):
     (tmp_path / "x.csv").write_text("a")
     (tmp_path / "x.parquet").write_text("not parquet")
     (tmp_path / "empty.jsonl").write_text("")
-    for name, message in (("gone.parquet", "no such data file"), ("x.csv", ".parquet or .jsonl"), ("x.parquet", "not a readable parquet"), ("empty.jsonl", "has no rows")):
+    for name, message in (
+        ("gone.parquet", "no such data file"),
+        ("x.csv", ".parquet or .jsonl"),
+        ("x.parquet", "not a readable parquet"),
+        ("empty.jsonl", "has no rows"),
+    ):
         with pytest.raises(ValueError, match=message) as error:
             read_scenarios(tmp_path / name, need_reference=False)
         assert name in str(error.value)

@@ -18,7 +18,9 @@ from rollout.types import Conversation, Reply, Scenario, Score
 OPENING = 'Hi! I need some help with a short piece: "Keeping bees on a roof". I already know a few things I want in it.'
 
 
-def conversation(*said, ended="turn_limit", finish_reason="stop", reference="The hive is tied down.", opening=OPENING, failure=None):
+def conversation(
+    *said, ended="turn_limit", finish_reason="stop", reference="The hive is tied down.", opening=OPENING, failure=None
+):
     """The assistant and the user take turns after the opening."""
     roles = ["assistant", "user"]
     messages = [{"role": "user", "content": opening}]
@@ -58,7 +60,9 @@ def test_an_empty_document_scores_zero():
 
 def test_unrelated_english_already_scores_a_third_of_char_bleu():
     one = "Our hive sits eleven floors above the street, tied down with straps against the wind, and the bees come home yellow."
-    other = "The last train to the coast was full of people who had missed the first, and nobody seemed to mind very much."
+    other = (
+        "The last train to the coast was full of people who had missed the first, and nobody seemed to mind very much."
+    )
     assert 0.2 < bleu(one, other, "char") < 0.45
     assert bleu(one, other, "word") < 0.1
 
@@ -117,7 +121,10 @@ FAILED = Score({"bleu_score": 0.9}, {"interactivity": "judge: timeout"}, {})
 
 
 def test_mean_then_weight_then_clamp_then_sum():
-    scores = [score(bleu_score=0.2, interactivity=1.0, token_amount=30.0), score(bleu_score=0.6, interactivity=0.5, token_amount=10.0)]
+    scores = [
+        score(bleu_score=0.2, interactivity=1.0, token_amount=30.0),
+        score(bleu_score=0.6, interactivity=0.5, token_amount=10.0),
+    ]
     reward = combine(scores, {"bleu_score": 1.0, "interactivity": 2.0, "token_amount": -0.1}, (-1.0, 1.0))
     assert reward.means == pytest.approx({"bleu_score": 0.4, "interactivity": 0.75, "token_amount": 20})
     assert reward.weighted == pytest.approx({"bleu_score": 0.4, "interactivity": 1.5, "token_amount": -2})

@@ -138,7 +138,7 @@ def test_the_fields_limits_fit_into_max_tokens():
 
 def test_a_prompt_of_ones_own_is_used(tmp_path: Path):
     prompt = tmp_path / "lazy.txt"
-    prompt.write_text("JSON like {\"a\": 1} costs $$5: ${task_desc} ${goal} ${conversation}", encoding="utf-8")
+    prompt.write_text('JSON like {"a": 1} costs $$5: ${task_desc} ${goal} ${conversation}', encoding="utf-8")
     scenario = scenario_of()
     with FakeEndpoint(reply("Hi")) as endpoint:
         answer(user_of(endpoint, prompt), scenario, [OPENING])

@@ -79,7 +79,9 @@ def in_plain_torch(model):
 def distance(one, other):
     """Largest difference between two states, relative to the largest weight."""
     assert one.keys() == other.keys()
-    return max(((one[name].float() - other[name].float()).abs().max() / one[name].float().abs().max()).item() for name in one)
+    return max(
+        ((one[name].float() - other[name].float()).abs().max() / one[name].float().abs().max()).item() for name in one
+    )
 
 
 def test_one_rank_ends_at_the_weights_of_plain_torch(model, one_rank):

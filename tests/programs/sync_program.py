@@ -1,6 +1,6 @@
 """Policy and engine side by side: do they hold, and keep, the same weights?
 
-    torchrun --nproc_per_node N -m tests.programs.sync_program MODEL STAGE ENGINE OUT
+torchrun --nproc_per_node N -m tests.programs.sync_program MODEL STAGE ENGINE OUT
 """
 
 from __future__ import annotations
@@ -73,11 +73,15 @@ def main() -> None:
         total_steps=100,
         ranks=ranks,
     )
-    engine = build_engine(EngineSettings(kind=kind, max_context_tokens=128), model, torch.float32, ranks.device, chat.stop_ids)
+    engine = build_engine(
+        EngineSettings(kind=kind, max_context_tokens=128), model, torch.float32, ranks.device, chat.stop_ids
+    )
     results = {"engine": engine.name}
     push_weights(policy, engine)
     sequences = sample(engine, chat, range(8))
-    results["same_seed_same_text"] = [s.response_ids for s in sample(engine, chat, [3, 9])][0] == sequences[3].response_ids
+    results["same_seed_same_text"] = [s.response_ids for s in sample(engine, chat, [3, 9])][0] == sequences[
+        3
+    ].response_ids
     results["gap_before"] = gap(policy, sequences)
 
     train_on(policy, sequences)

@@ -50,7 +50,10 @@ def make_groups() -> list[Group]:
     groups = []
     for position, replies in enumerate(fixed_replies()):
         scenario = Scenario(f"s/{position}", ({"role": "user", "content": "x"},), "", "", None, "s", position)
-        talks = tuple((Conversation(scenario, i, 0, scenario.messages, 1, (reply,), "turn_limit"),) for i, reply in enumerate(replies))
+        talks = tuple(
+            (Conversation(scenario, i, 0, scenario.messages, 1, (reply,), "turn_limit"),)
+            for i, reply in enumerate(replies)
+        )
         rewards = tuple(ReplyReward(0.0, is_valid(position, i), {}, {}, {}) for i in range(len(replies)))
         groups.append(Group(scenario, position, talks, ((),) * len(replies), rewards))
     return groups
