@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -68,15 +69,9 @@ class Trainer:
     def train(self) -> None:
         push_weights(self.parts.policy, self.engine)  # the engine loaded a file; the policy is what counts
         self.evaluate(step=0)
-        with tqdm(
-            total=self.total_steps,
-            desc=self.config.run.name,
-            unit="step",
-            disable=not self.ranks.is_main,
-            dynamic_ncols=True,
-        ) as bar:
+        with self._progress_bar() as bar:
             for step in range(1, self.total_steps + 1):
-                bar.set_postfix_str(self.step(step))
+                bar.set_postfix_str(self.step(step), refresh=False)
                 bar.update()
                 if step < self.total_steps:
                     if self.config.run.save_every and step % self.config.run.save_every == 0:
@@ -87,6 +82,19 @@ class Trainer:
         save_model_folder(self.parts.policy, self.config.model.path, self.folder.model)
         if self.recorder:
             self.recorder.close()
+
+    def _progress_bar(self) -> tqdm:
+        # In a log file or a pipe, every step gets a line of its own.
+        plain = None if sys.stderr.isatty() else "{desc} {n_fmt}/{total_fmt} [{elapsed}, {remaining} left{postfix}]\n"
+        return tqdm(
+            total=self.total_steps,
+            desc=self.config.run.name,
+            unit="step",
+            bar_format=plain,
+            mininterval=0,
+            dynamic_ncols=True,
+            disable=not self.ranks.is_main,
+        )
 
     def step(self, step: int) -> str:
         """One training step; returns what the progress bar shows."""

@@ -23,10 +23,12 @@ _COMMON = frozenset(
     "would write writing you your".split()
 )
 MIN_WORDS, MAX_WORDS, MAX_QUESTIONS = 4, 40, 2
+UNFINISHED = 0.75
+"""Factor on a reply that was cut off: its reader has to guess the rest."""
 
 
 def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
-    """A value in {0, 0.5, 0.75, 1} and what it counted, from the conversation's first reply.
+    """A value in [0, 1] and what it counted, from the conversation's first reply.
 
     - 0: no question in words (4 to 40 words, with a question word or auxiliary among the first), or the
       same question over again.
@@ -34,6 +36,8 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
       with the user's opening, or asks the user about "you" or "your" and the piece they want.
     - 0.75: as 1, but none about the topic though addressed to the user.
     - 0.5: more than two questions, or none that is about the topic or addressed to the user.
+
+    A reply that its token limit cut off gets three quarters of that.
     """
     questions = [words for words in map(_words, _questions(conversation.first_reply.text)) if _is_worded(words)]
     distinct = {tuple(words) for words in questions}
@@ -46,6 +50,8 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
         value = 0.5
     else:
         value = 1.0 if on_topic else 0.75
+    if conversation.first_reply.finish_reason == "length":
+        value *= UNFINISHED
     return value, {"questions": len(questions), "on_topic": on_topic, "to_user": to_user}
 
 

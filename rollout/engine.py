@@ -63,9 +63,7 @@ class Engine(Protocol):
         """(checkpoint names, `weight_mark`) of what it computes with; a fused weight has several names."""
 
     def sleep(self) -> None:
-        """Frees device memory until `wake`; no-op where there is nothing to free."""
-
-    def wake(self) -> None: ...
+        """Frees device memory until the next push; nothing happens where there is none to free."""
 
     def close(self) -> None: ...
 

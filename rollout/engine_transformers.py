@@ -106,9 +106,6 @@ class TransformersEngine:
     def sleep(self) -> None:
         """Keeps its memory: a plain model has nothing that could be rebuilt on waking."""
 
-    def wake(self) -> None:
-        """Nothing slept."""
-
     def close(self) -> None:
         del self.model
 

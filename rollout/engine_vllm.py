@@ -92,12 +92,15 @@ class VLLMEngine:
             self._engine.abort_request(running)
 
     def push_weights(self, weights: Weights) -> None:
-        # After a deep sleep: weights first, then caches, then the KV cache's memory.
-        if self._sleeps and self._llm.llm_engine.is_sleeping():
+        # After a deep sleep the order matters: weights first, then caches, then the KV cache's memory.
+        asleep = self._sleeps and self._engine.is_sleeping()
+        if asleep:
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        self._llm.reset_prefix_cache()
-        self.wake()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache after a weight update: replies still run while weights change")
+        if asleep:
+            self._llm.wake_up(tags=["kv_cache"])
 
     def fingerprint(self) -> list[tuple[tuple[str, ...], float]]:
         return self._llm.apply_model(_fingerprint)[0]
@@ -105,10 +108,6 @@ class VLLMEngine:
     def sleep(self) -> None:
         if self._sleeps:
             self._llm.sleep(level=2)  # the next push brings all weights anew
-
-    def wake(self) -> None:
-        if self._sleeps and self._llm.llm_engine.is_sleeping():
-            self._llm.wake_up()
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -91,6 +91,11 @@ def test_the_rubric_pays_for_what_a_person_would_call_a_good_question(reply, val
     assert rubric(conversation(reply))[0] == value
 
 
+def test_a_good_question_in_a_reply_that_was_cut_off_is_worth_three_quarters():
+    talk = conversation("What would the bees like? I think that", ended="length", finish_reason="length")
+    assert rubric(talk)[0] == 0.75
+
+
 def test_the_rubric_reads_the_first_reply_alone():
     assert rubric(conversation("Bees hum.", "Go on.", "What should the bees do next?"))[0] == 0
 

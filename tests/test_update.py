@@ -33,7 +33,7 @@ def one_rank(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_ranks(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    cases = [f"{stage}/float32" for stage in range(4)] + ["3/bfloat16"]
+    cases = [f"{stage}/float32" for stage in range(4)] + ["0/bfloat16", "3/bfloat16"]
     torchrun(2, "tests.programs.update_program", model, folder, *cases)
     return {case: read(folder / case) for case in cases}
 
@@ -99,10 +99,22 @@ def test_two_ranks_end_at_the_weights_of_one(one_rank, two_ranks, stage):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
 
 
-def test_bfloat16_trains_in_the_same_direction(model, one_rank, two_ranks):
-    state, metrics = two_ranks["3/bfloat16"]
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bfloat16_trains_in_the_same_direction(model, one_rank, two_ranks, stage):
+    state, metrics = two_ranks[f"{stage}/bfloat16"]
     assert next(iter(state.values())).dtype == torch.bfloat16
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
     moves = [torch.cat([(s[n].float() - start[n]).flatten() for n in start]) for s in (state, one_rank[0])]
     assert torch.nn.functional.cosine_similarity(*moves, dim=0) > 0.7
     assert all(math.isfinite(value) for m in metrics for value in m.values())
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_three_in_a_row_stop_the_run(model, tmp_path):
+    cases = [f"{stage}/{dtype}" for stage in range(4) for dtype in ("float32", "bfloat16")]
+    torchrun(2, "tests.programs.not_finite_program", model, tmp_path / "results.json", *cases)
+    for case, shares in json.loads((tmp_path / "results.json").read_text()).items():
+        for results in shares:
+            assert results["kept"] and results["moved"], case
+            first, good, *rest = results["norms"]
+            assert not math.isfinite(float(first)) and math.isfinite(float(good)), case
+            assert len(rest) == 2 and "three optimizer steps in a row" in results["error"], case
