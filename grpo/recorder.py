@@ -36,7 +36,8 @@ class RunFolder:
         """Raises ValueError where an earlier run lies there, and is not to be replaced."""
         if self.metrics.exists() and not overwrite:
             raise ValueError(
-                f"run.name: {self.path} holds an earlier run; choose another run.name, or set run.overwrite=true to replace it"
+                f"run.name: {self.path} holds an earlier run; choose another run.name, or set run.overwrite=true "
+                "to replace it"
             )
 
     @property

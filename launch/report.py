@@ -61,21 +61,17 @@ def compare_evaluations(run: Path) -> dict[str, PairedDifference]:
 
 
 def print_report(run: Path, summary: dict[str, Any]) -> None:
-    print(
-        f"\n{summary['steps']} steps with the {summary['engine']} engine, {summary['minutes_training']:.1f} minutes of training"
-    )
-    print(
-        f"training reward: {summary['reward_first_2']:.3f} (first 2 steps) -> {summary['reward_last_5']:.3f} (last 5 steps)"
-    )
+    minutes, first, last = (summary[key] for key in ("minutes_training", "reward_first_2", "reward_last_5"))
+    print(f"\n{summary['steps']} steps with the {summary['engine']} engine, {minutes:.1f} minutes of training")
+    print(f"training reward: {first:.3f} (first 2 steps) -> {last:.3f} (last 5 steps)")
     if summary["held_out"]:
         n = next(iter(summary["held_out"].values()))["n"]
         print(f"\nheld-out conversations ({n} items, most likely tokens)")
         print(f"  {'':<16}{'before':>9}{'after':>9}{'difference':>12}{'std. error':>12}{'paired t':>10}")
         for name, row in summary["held_out"].items():
             t = f"{row['t']:>10.2f}" if row["t"] is not None and math.isfinite(row["t"]) else f"{'-':>10}"
-            print(
-                f"  {name:<16}{row['before']:>9.3f}{row['after']:>9.3f}{row['difference']:>+12.3f}{row['standard_error']:>12.3f}{t}"
-            )
+            means = f"{row['before']:>9.3f}{row['after']:>9.3f}{row['difference']:>+12.3f}"
+            print(f"  {name:<16}{means}{row['standard_error']:>12.3f}{t}")
         print_side_by_side(run)
     print("\nwhere things are")
     for what, path in (

@@ -83,9 +83,8 @@ def check_inputs(config: Config) -> Inputs:
     if is_main():
         for client in clients.values():
             client.check()
-    say(
-        f"engine: {engine} ({reason}); {total_steps} steps of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies"
-    )
+    batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies"
+    say(f"engine: {engine} ({reason}); {total_steps} steps of {batch}")
     return Inputs(chat, train, validation, clients, user, judge, total_steps)
 
 

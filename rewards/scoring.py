@@ -111,8 +111,9 @@ class Scorer:
 def combine(scores: Sequence[Score], weights: Mapping[str, float], clamp: tuple[float, float] | None) -> ReplyReward:
     """Mean over valid conversations → × weight → clamp → sum.
 
-    >>> scores = [Score({"bleu_score": 0.2, "token_amount": 3.0}, {}, {}), Score({"bleu_score": 0.6, "token_amount": 1.0}, {}, {})]
-    >>> combine(scores, {"bleu_score": 1.0, "token_amount": -0.1}, (-1, 1)).total    # 0.4 - 0.2
+    >>> one = Score({"bleu_score": 0.2, "token_amount": 3.0}, {}, {})
+    >>> other = Score({"bleu_score": 0.6, "token_amount": 1.0}, {}, {})
+    >>> combine([one, other], {"bleu_score": 1.0, "token_amount": -0.1}, (-1, 1)).total  # 0.4 - 0.2
     0.2
     """
     valid = [score for score in scores if score.valid]

@@ -29,7 +29,7 @@ class InteractivitySettings(Section):
         None,
         gt=0,
         le=1,
-        description="judge's sub-scores come in steps of this size (an enumeration in the schema, for small judges); null: any number",
+        description="sub-scores come in steps of this size, an enumeration that small judges can answer; null: any number",
     )
 
 
@@ -46,7 +46,7 @@ class RewardSettings(Section):
     )
     truncated: float | Literal["score", "mask"] = Field(
         0.0,
-        description="reward of a first reply cut by its token limit: a number, `score` it as it is, or `mask` it as invalid",
+        description="reward of a first reply cut by its token limit: a number, score (as it is), or mask (invalid)",
     )
     max_failure_rate: float = Field(
         0.1, ge=0, le=1, description="failed ÷ started conversations; above it the run stops"

@@ -98,7 +98,9 @@ class VLLMEngine:
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache after a weight update: replies still run while weights change")
+            raise RuntimeError(
+                "vLLM kept its prefix cache after a weight update: replies still run while weights change"
+            )
         if asleep:
             self._llm.wake_up(tags=["kv_cache"])
 

@@ -39,7 +39,7 @@ def set_up(clone: Path, **environment: str) -> str:
 
 
 def test_an_old_python_is_named_with_what_is_needed(clone):
-    old = program(clone, "python-old", 'if [[ $1 == -V ]]; then echo Python 3.9.1; else exit 1; fi')
+    old = program(clone, "python-old", "if [[ $1 == -V ]]; then echo Python 3.9.1; else exit 1; fi")
     line = set_up(clone, PYTHON=str(old))
     assert "needs Python 3.11, 3.12 or 3.13" in line and "3.9.1" in line
 
@@ -52,7 +52,12 @@ def test_a_full_disk_is_told_before_anything_is_downloaded(clone):
 
 
 def test_a_registry_out_of_reach_is_told_in_one_line(clone):
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "1", "PIP_TIMEOUT": "2", "PIP_CONFIG_FILE": os.devnull}
+    nowhere = {
+        "PIP_INDEX_URL": "http://127.0.0.1:9/",
+        "PIP_RETRIES": "1",
+        "PIP_TIMEOUT": "2",
+        "PIP_CONFIG_FILE": os.devnull,
+    }
     line = set_up(clone, **nowhere, PIP_FIND_LINKS="", PIP_EXTRA_INDEX_URL="")
     assert "the package registry cannot be reached" in line
 

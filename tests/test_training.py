@@ -71,7 +71,7 @@ def config_file(folder: Path, model: Path, address: str) -> Path:
         "engine": {"kind": "vllm", "max_context_tokens": 768},
         "rollout": {
             "prompts_per_step": 2,
-            "group_size": 2,
+            "group_size": 3,
             "continuations": 2,
             "max_reply_tokens": 256,
             "max_later_reply_tokens": 32,
@@ -81,7 +81,7 @@ def config_file(folder: Path, model: Path, address: str) -> Path:
         },
         "rewards": {
             "weights": {"bleu_score": 1.0, "interactivity": 1.0, "token_amount": -0.1},
-            "truncated": "mask",
+            "truncated": 0.0,
             "judge": role | {"temperature": 0.0, "max_tokens": 256},
             "interactivity": {"by": "llm", "step": 0.5},
         },
@@ -173,9 +173,10 @@ def test_two_ranks_train_the_same_policy_as_one(tmp_path):
         )
     )
     settings = [
-        f"model.path={model}", f"data.train={tmp_path}/rows.jsonl", "data.validation=null", f"run.folder={tmp_path}", "run.steps=2",
-        "engine.max_context_tokens=256", "rollout.prompts_per_step=3", "rollout.group_size=4", "update.mini_batch_prompts=3",
-        "optimizer.lr=1e-3", "optimizer.eps=1e-3", "loss.kl_coef=0.01", "deepspeed.stage=3",
+        f"model.path={model}", f"data.train={tmp_path}/rows.jsonl", "data.validation=null", f"run.folder={tmp_path}",
+        "run.steps=2", "engine.max_context_tokens=256", "rollout.prompts_per_step=3", "rollout.group_size=4",
+        "update.mini_batch_prompts=3", "optimizer.lr=1e-3", "optimizer.eps=1e-3", "loss.kl_coef=0.01",
+        "deepspeed.stage=3",
     ]  # fmt: skip
     launch = ["-m", "launch.train", "--config", "configs/quickstart.yaml", *settings]
     for name, command in (

@@ -1,6 +1,6 @@
 """Gradients that are not finite, under every ZeRO stage: nothing may change, and three in a row must stop.
 
-    torchrun --nproc_per_node N -m tests.programs.not_finite_program MODEL OUT STAGE/DTYPE [...]
+torchrun --nproc_per_node N -m tests.programs.not_finite_program MODEL OUT STAGE/DTYPE [...]
 """
 
 from __future__ import annotations

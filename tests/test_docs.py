@@ -1,0 +1,21 @@
+"""The examples in docstrings and in the README are true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.mark.parametrize("module", ["grpo.advantages", "grpo.statistics", "rewards.scoring"])
+def test_docstring_examples(module):
+    results = doctest.testmod(importlib.import_module(module), optionflags=OPTIONS)
+    assert results.attempted > 0 and results.failed == 0
+
+
+def test_readme_examples():
+    results = doctest.testfile("../README.md", optionflags=OPTIONS)
+    assert results.attempted > 0 and results.failed == 0
