@@ -34,12 +34,12 @@ class VLLMEngine:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
-        from vllm import LLM
-
         if device.type == "cpu":
             # vLLM would compile its sampler at the first reply: seconds, and a C++ compiler, for nothing gained.
-            torch._dynamo.config.disable = True
+            # By the environment, since torch._dynamo.config holds for one thread only.
+            os.environ["TORCHDYNAMO_DISABLE"] = "1"
+        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        from vllm import LLM
         self.device = device
         self.max_context_tokens = settings.max_context_tokens
         self.stop_ids = list(stop_ids)
