@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -19,6 +19,8 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from grpo.loss import Aggregate, KLEstimator, Variant
 from rewards.settings import RewardSettings
 from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section
+
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunSettings(Section):
@@ -74,7 +76,7 @@ class UpdateSettings(Section):
 
 class OptimizerSettings(Section):
     lr: float = Field(1e-6, gt=0, description="learning rate of AdamW")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's averages")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.999), description="AdamW's averages")
     eps: float = Field(1e-8, gt=0, description="AdamW's epsilon")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's decoupled weight decay")
     schedule: Literal["constant", "linear", "cosine"] = Field(
@@ -86,7 +88,6 @@ class OptimizerSettings(Section):
 
 class DeepSpeedSettings(Section):
     stage: Literal[0, 1, 2, 3] = Field(3, description="ZeRO stage: what is sharded over the ranks (0: nothing)")
-    offload_optimizer: bool = Field(False, description="keep optimizer states in CPU memory (stages 1 to 3)")
 
 
 class EvaluationSettings(Section):

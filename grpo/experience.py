@@ -80,6 +80,7 @@ def trace_rows(group: Group, step: int, advantages_G: Sequence[float]) -> list[d
                     "ended": talk.ended,
                     "farewell": talk.farewell,
                     "reply_tokens": [len(reply.token_ids) for reply in talk.replies],
+                    "first_reply_cut": talk.first_reply.finish_reason == "length",
                     "score": {
                         "values": dict(score.values),
                         "failures": dict(score.failures),

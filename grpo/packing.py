@@ -88,7 +88,8 @@ def plan_micro_batches(
             raise ValueError("a reply without tokens cannot be trained on")
         if length > max_tokens:
             raise ValueError(
-                f"update.max_tokens_per_micro_batch: {max_tokens} is less than one sequence of {length} tokens; raise it"
+                f"update.max_tokens_per_micro_batch: {max_tokens} is less than one sequence of {length} tokens; "
+                "raise it"
             )
     rows = sorted(_rows(sequences, max_tokens, share_prompt), key=len)
     micro_batches: list[list[_Row]] = []

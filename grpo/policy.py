@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
-import deepspeed
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for others first, and warn about each
+import deepspeed
 from transformers.integrations import HfDeepSpeedConfig
 
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
@@ -165,13 +169,9 @@ class Reference:
 
 
 def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings) -> dict[str, Any]:
-    zero_optimization: dict[str, Any] = {"stage": zero.stage}
-    if zero.offload_optimizer:
-        zero_optimization["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return MICRO_BATCH | {
-        "zero_optimization": zero_optimization,
+        "zero_optimization": {"stage": zero.stage},
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
         # Without check_grad_overflow, stages 1 and 2 take a step of NaNs in bf16.
         "bf16": {"enabled": model.dtype == "bfloat16", "check_grad_overflow": True},
         "gradient_clipping": optimizer.max_grad_norm,
@@ -184,6 +184,9 @@ def _load(model: ModelSettings, config: dict[str, Any], stage: int) -> torch.nn.
     # Alive while the model loads, it makes from_pretrained hand each rank only its shard.
     sharding = HfDeepSpeedConfig(config) if stage == 3 else None
     architecture = AutoConfig.from_pretrained(model.path)
+    for name, value in architecture.to_dict().items():
+        if isinstance(value, float) and name.endswith(("dropout", "_pdrop")):
+            setattr(architecture, name, 0.0)  # the sampler has none, so the ratios must not either
     causal_lm = AutoModelForCausalLM.from_pretrained(
         model.path, config=architecture, dtype=getattr(torch, model.dtype), attn_implementation="sdpa"
     )

@@ -89,7 +89,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    # A lone surrogate, which some models emit, becomes its own JSON escape.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
-from statistics import fmean, pstdev
 
 import torch
 from tqdm import tqdm
@@ -23,6 +22,7 @@ from grpo.checkpoint import save_model_folder
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
 from grpo.experience import Group, play_and_score, trace_rows
+from grpo.metrics import conversation_metrics, sampled_tokens
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
 from grpo.recorder import Recorder, RunFolder, Timer
@@ -135,19 +135,19 @@ class Trainer:
             push_weights(self.parts.policy, self.engine)
 
         # ── record ──
-        metrics |= self.group_metrics(groups, rewards_PG, valid_PG, advantages_PG)
-        seconds = time.perf_counter() - start
-        metrics |= {f"time/{name}": value for name, value in timer.seconds.items()} | {"time/step": seconds}
-        metrics["tokens_per_second"] = metrics.pop("sampled_tokens") / seconds
-        metrics["memory/peak_gib"] = _peak_gib(self.ranks.device)
-        traces = [
+        own_traces = [
             row
             for group, advantages_G in zip(groups, own_advantages, strict=True)
             for row in trace_rows(group, step, advantages_G)
         ]
-        all_traces = [row for share in self.ranks.gather(traces) for row in share]
+        traces = [row for share in self.ranks.gather(own_traces) for row in share]
+        metrics |= conversation_metrics(traces, config.rewards.weights)
+        metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
+        metrics["time/step"] = time.perf_counter() - start
+        metrics["tokens_per_second"] = sampled_tokens(traces) / metrics["time/step"]
+        metrics["memory/peak_gib"] = _peak_gib(self.ranks.device)
         if self.recorder:
-            self.recorder.step(step, metrics, all_traces)
+            self.recorder.step(step, metrics, traces)
         return _progress(metrics)
 
     def environment(self) -> dict[str, object]:
@@ -187,44 +187,6 @@ class Trainer:
         all_failures = [failure for _, failed in shares for failure in failed]
         self.num_failed += len(all_failures)
         check_failure_rate(self.num_failed, self.num_started, all_failures, self.config.rewards.max_failure_rate)
-
-    def group_metrics(
-        self, groups: Sequence[Group], rewards_PG: torch.Tensor, valid_PG: torch.Tensor, advantages_PG: torch.Tensor
-    ) -> dict[str, float]:
-        """What the step's conversations were like, over all ranks."""
-        talks = [talk for group in groups for talk in group.conversations]
-        lengths = [len(reply.token_ids) for group in groups for reply in group.replies_G]
-        cut = [reply.finish_reason == "length" for group in groups for reply in group.replies_G]
-        turns = [len(talk.replies) for talk in talks]
-        sampled = sum(len(reply.token_ids) for talk in talks for reply in talk.replies[1:]) + sum(lengths)
-        rewards = [reward for group in groups for reward in group.rewards_G if reward.valid]
-        means = [(name, value) for reward in rewards for name, value in reward.means.items()]
-        clamped = [reward.clamped[name] != reward.weighted[name] for reward in rewards for name in reward.clamped]
-        words = [s.notes["bleu_word"] for g in groups for c in g.scores_GC for s in c if "bleu_word" in s.notes]
-        failed = [len(group.failures) for group in groups]
-        shares = self.ranks.gather((lengths, cut, turns, sampled, means, clamped, words, failed))
-        lengths, cut, turns, _, means, clamped, words, failed = (
-            [x for share in shares for x in share[i]] if i != 3 else None for i in range(8)
-        )
-        valid = rewards_PG[valid_PG].tolist()
-        metrics = {
-            "reward/mean": fmean(valid) if valid else float("nan"),
-            "reward/std": pstdev(valid) if valid else float("nan"),
-            "reward/zero_std_groups": float((advantages_PG == 0).all(1).sum()),
-            "reward/clamped": fmean(clamped) if clamped else 0.0,
-            "reply/length_mean": fmean(lengths),
-            "reply/truncated": fmean(cut),
-            "conversation/turns_mean": fmean(turns),
-            "judge/failure_rate": sum(failed) / len(turns),
-            "sampled_tokens": float(sum(share[3] for share in shares)),
-        }
-        for component in self.config.rewards.weights:
-            values = [value for name, value in means if name == component]
-            if values:
-                metrics[f"reward/{component}"] = fmean(values)
-        if words:
-            metrics["reward/bleu_word"] = fmean(words)
-        return metrics
 
 
 def _peak_gib(device: torch.device) -> float:

@@ -15,7 +15,13 @@ import torch
 from grpo.config import LossSettings, UpdateSettings
 from grpo.experience import Group
 from grpo.loss import aggregation_weights, kl_penalty, policy_loss
-from grpo.packing import PackedBatch, TrainSequence, idle_batch, pack, plan_micro_batches
+from grpo.packing import (
+    PackedBatch,
+    TrainSequence,
+    idle_batch,
+    pack,
+    plan_micro_batches,
+)
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
 from grpo.sync import check_gap

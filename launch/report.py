@@ -113,8 +113,10 @@ def _conversation_lines(row: dict[str, Any], reward: float, width: int) -> list[
 
 def report(run: Path, extra: dict[str, Any] | None = None) -> dict[str, Any]:
     """Prints the report and writes `summary.json`, with `extra` added."""
-    summary = summarize(run) | (extra or {})
-    (run / "summary.json").write_text(json.dumps(_json_safe(summary), indent=2) + "\n", encoding="utf-8")
+    file = run / "summary.json"
+    earlier = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    summary = earlier | summarize(run) | (extra or {})
+    file.write_text(json.dumps(_json_safe(summary), indent=2) + "\n", encoding="utf-8")
     print_report(run, summary)
     return summary
 

@@ -108,6 +108,8 @@ if $small; then
   USER_MODEL=${SMALL_MODEL##*/} JUDGE_MODEL=${SMALL_MODEL##*/} JUDGE_PORT=$USER_PORT
   # One server for both roles: two would fight for the cores. And none of its threads spins while it waits, because
   # the training runs beside it.
+  # Nothing is compiled: that takes longer than it saves here, and needs a C++ compiler.
+  export TORCHDYNAMO_DISABLE=1
   export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0 VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
   serve roles "$USER_PORT" "$SMALL_MODEL" "${MAX_MODEL_LEN:-4096}" --served-model-name "$USER_MODEL" \
     --enforce-eager --dtype float32 --max-num-seqs 32

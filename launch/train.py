@@ -30,7 +30,7 @@ from grpo.recorder import RunFolder
 from grpo.trainer import Parts, Trainer
 from rewards.judge import Judge
 from rewards.scoring import Scorer
-from rollout.chat import Chat
+from rollout.chat import Chat, check_context
 from rollout.conversation import Rollout, User
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch
 from rollout.engine import SharedEngine, build_engine, choose_engine
@@ -57,10 +57,11 @@ def check_inputs(config: Config) -> Inputs:
     RunFolder(config).check_free(config.run.overwrite)
     engine, reason = choose_engine(config.engine)
     chat = Chat.load(config.model.path)
+    check_context(config.model.path, config.engine.max_context_tokens)
     need_reference = "bleu_score" in config.rewards.weights
 
     def scenarios(path: Path) -> list[Scenario]:
-        rows = read_scenarios(path, need_reference=need_reference)
+        rows = read_scenarios(path, need_reference=need_reference, need_goal=config.rollout.user.kind == "llm")
         kept, num_dropped = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)
         say(
             f"{path}: {len(kept)} prompts"
@@ -70,8 +71,8 @@ def check_inputs(config: Config) -> Inputs:
 
     train = scenarios(config.data.train)
     validation = scenarios(config.data.validation) if config.data.validation else []
-    total_steps = config.run.steps or config.run.epochs * steps_per_epoch(len(train), config.rollout.prompts_per_step)
-    steps_per_epoch(len(train), config.rollout.prompts_per_step)
+    per_epoch = steps_per_epoch(len(train), config.rollout.prompts_per_step)
+    total_steps = config.run.steps or config.run.epochs * per_epoch
 
     clients = {}
     if config.rollout.user.kind == "llm":

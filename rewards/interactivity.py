@@ -18,8 +18,8 @@ _ASKING = frozenset(
     "have has may".split()
 )
 _COMMON = frozenset(
-    "a about already an and are article as at be by can could do few for from have hello help hi i in is it know like me "
-    "mind my need of on or piece please short some text that the them things this to us want was we what which with "
+    "a about already an and are article as at be by can could do few for from have hello help hi i in is it know like "
+    "me mind my need of on or piece please short some text that the them things this to us want was we what which with "
     "would write writing you your".split()
 )
 MIN_WORDS, MAX_WORDS, MAX_QUESTIONS = 4, 40, 2

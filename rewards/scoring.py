@@ -144,8 +144,9 @@ def check_failure_rate(failed: int, started: int, first_failures: Sequence[str],
     if started >= MIN_STARTED and failed > limit * started:
         causes = "\n".join(f"  - {failure}" for failure in first_failures[:3])
         raise RuntimeError(
-            f"{failed} of {started} conversations could not be judged (rewards.max_failure_rate: {limit:g}):\n{causes}\n"
-            "Check that the servers of rollout.user and rewards.judge answer, and that their max_tokens and timeout_s suffice."
+            f"{failed} of {started} conversations could not be judged (rewards.max_failure_rate: {limit:g}):\n"
+            f"{causes}\nCheck that the servers of rollout.user and rewards.judge answer, and that their max_tokens and "
+            "timeout_s suffice."
         )
 
 

@@ -29,7 +29,7 @@ class InteractivitySettings(Section):
         None,
         gt=0,
         le=1,
-        description="sub-scores come in steps of this size, an enumeration that small judges can answer; null: any number",
+        description="sub-scores come in such steps, an enumeration that small judges can answer; null: any number",
     )
 
 
@@ -67,6 +67,13 @@ class RewardSettings(Section):
                 hint = f"did you mean {near[0]!r}? " if near else ""
                 raise ValueError(f"there is no reward {name!r}; {hint}known rewards: {', '.join(COMPONENTS)}")
         return weights
+
+    @field_validator("clamp")
+    @classmethod
+    def _low_before_high(cls, clamp: tuple[float, float] | None) -> tuple[float, float] | None:
+        if clamp and clamp[0] >= clamp[1]:
+            raise ValueError(f"{[*clamp]} holds nothing; write [low, high]")
+        return clamp
 
     @property
     def needs_judge(self) -> bool:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 
 from rollout.types import Message
 
@@ -25,7 +31,10 @@ class Chat:
     def load(cls, folder: Path) -> Chat:
         """Reads `folder`. Raises ValueError where it is not a model folder or has no chat template."""
         check_model_folder(folder)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"model.path: the tokenizer of {folder} cannot be loaded ({error})") from error
         if not tokenizer.chat_template:
             raise ValueError(
                 f"model.path: {folder} has no chat template; train an instruct model or add chat_template.jinja"
@@ -75,4 +84,20 @@ def check_model_folder(folder: Path) -> None:
         raise ValueError(
             f"model.path: {folder} is not a Hugging Face model folder: it lacks {', '.join(missing)}; "
             "save one with model.save_pretrained and tokenizer.save_pretrained"
+        )
+
+
+def check_context(folder: Path, max_context_tokens: int) -> None:
+    """Raises ValueError where `folder`'s model is not a causal one, or has fewer positions than a run needs."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"model.path: {folder}/config.json cannot be used ({error})") from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"model.path: {folder} holds a {config.model_type} model, which has no causal language head")
+    positions = getattr(config, "max_position_embeddings", max_context_tokens)
+    if positions < max_context_tokens:
+        raise ValueError(
+            f"engine.max_context_tokens: {max_context_tokens} is more than the {positions} positions of {folder}; "
+            "lower it"
         )

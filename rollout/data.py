@@ -24,19 +24,22 @@ ROLES = ("system", "user", "assistant")
 PARQUET_COLUMNS = ("prompt", "extra_info", "data_source")
 
 
-def read_scenarios(path: Path, *, need_reference: bool) -> list[Scenario]:
+def read_scenarios(path: Path, *, need_reference: bool, need_goal: bool = False) -> list[Scenario]:
     """All rows of `path`, in file order.
 
     Raises ValueError naming file, row and column for: a missing file or column, an empty file, a null
     or empty prompt, a message without role or content, a prompt that does not end with the user, and a
-    missing reference where `need_reference` (BLEU compares with it).
+    missing reference where `need_reference` (BLEU compares with it) or goal where `need_goal` (an LLM that
+    plays the user must know what it wants).
     """
     if not path.exists():
         raise ValueError(f"{path}: no such data file")
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     if path.suffix not in readers:
         raise ValueError(f"{path}: data files are .parquet or .jsonl")
-    scenarios = [_scenario(path, row, fields, need_reference) for row, fields in enumerate(readers[path.suffix](path))]
+    scenarios = [
+        _scenario(path, row, fields, need_reference, need_goal) for row, fields in enumerate(readers[path.suffix](path))
+    ]
     if not scenarios:
         raise ValueError(f"{path}: the file has no rows")
     return scenarios
@@ -55,10 +58,10 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             f"{path}: column {', '.join(map(repr, missing))} is missing; it has {', '.join(table.column_names)} "
             "(the schema is in rollout/data.py; launch.prepare_data writes it)"
         )
-    for record in table.to_pylist():
-        extra = record["extra_info"] or {}
-        interaction = extra.get("interaction_kwargs") or {}
-        reward_model = record.get("reward_model") or {}
+    for row, record in enumerate(table.to_pylist()):
+        extra = _struct(path, row, "extra_info", record["extra_info"])
+        interaction = _struct(path, row, "extra_info.interaction_kwargs", extra.get("interaction_kwargs"))
+        reward_model = _struct(path, row, "reward_model", record.get("reward_model"))
         reference = record.get("ground_truth")
         yield {
             "prompt": record["prompt"],
@@ -67,6 +70,12 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             "task_desc": interaction.get("task_desc"),
             "data_source": record["data_source"],
         }
+
+
+def _struct(path: Path, row: int, column: str, value: Any) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{path}, row {row}: {column!r} must be a struct, not {type(value).__name__}")
+    return value or {}
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -86,7 +95,7 @@ def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: bool) -> Scenario:
+def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: bool, need_goal: bool) -> Scenario:
     where = f"{path}, row {row}"
     texts = {name: fields.get(name) for name in ("reference", "goal", "task_desc", "data_source")}
     for name, value in texts.items():
@@ -95,6 +104,11 @@ def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: b
     if need_reference and not (texts["reference"] or "").strip():
         raise ValueError(
             f"{where}: the reference ('ground_truth') is missing and bleu_score needs one; fill it or drop the weight"
+        )
+    if need_goal and not (texts["goal"] or "").strip():
+        raise ValueError(
+            f"{where}: the hidden goal ('goal', or extra_info.interaction_kwargs.single_turn_prompt) is missing, and "
+            "rollout.user.kind: llm plays a user who has one; fill it"
         )
     source = texts["data_source"] or path.stem
     return Scenario(

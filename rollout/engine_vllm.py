@@ -40,6 +40,7 @@ class VLLMEngine:
             os.environ["TORCHDYNAMO_DISABLE"] = "1"
         warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
         from vllm import LLM
+
         self.device = device
         self.max_context_tokens = settings.max_context_tokens
         self.stop_ids = list(stop_ids)
@@ -95,6 +96,7 @@ class VLLMEngine:
         # After a deep sleep the order matters: weights first, then caches, then the KV cache's memory.
         asleep = self._sleeps and self._engine.is_sleeping()
         if asleep:
+            torch.cuda.empty_cache()  # what the update freed, torch would keep from vLLM
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if not self._llm.reset_prefix_cache():

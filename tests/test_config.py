@@ -11,6 +11,7 @@ import yaml
 
 from grpo.config import load_config
 from launch.train import check_inputs
+from rollout.chat import check_context
 
 QUICKSTART = Path("configs/quickstart.yaml")
 
@@ -65,6 +66,8 @@ def test_every_shipped_reward_file_replaces_the_section(path):
         ({"optimizer__lr": "fast"}, "optimizer.lr: 'fast' will not do"),
         ({"loss__variant": "ppo"}, "loss.variant: 'ppo' will not do: input should be 'grpo', 'gspo' or 'cispo'"),
         ({"model__path": None}, "model.path: is missing"),
+        ({"rewards__clamp": [1.0, -1.0]}, "rewards.clamp: [1.0, -1.0] holds nothing; write [low, high]"),
+        ({"optimizer__betas": [0.9, 1.0]}, "optimizer.betas.1: 1.0 will not do: input should be less than 1"),
         ({"run__name": "a/b"}, "run.name: 'a/b' will not do"),
     ],
 )
@@ -127,6 +130,24 @@ def test_a_folder_that_is_no_model_is_refused_with_what_it_lacks(tmp_path):
     config = load_config(QUICKSTART, [f"model.path={tmp_path}/gone", f"run.folder={tmp_path}/runs"])
     with pytest.raises(ValueError, match="there is no folder"):
         check_inputs(config)
+
+
+def test_a_context_beyond_the_models_positions_is_refused(tmp_path, small_model):
+    settings = [f"model.path={small_model}", f"run.folder={tmp_path}", "engine.max_context_tokens=9000"]
+    with pytest.raises(ValueError, match="engine.max_context_tokens: 9000 is more than the 8192 positions"):
+        check_inputs(load_config(QUICKSTART, settings))
+
+
+def test_a_model_without_a_causal_head_or_with_a_broken_config_is_refused(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("")
+    for text, message in (
+        ('{"model_type": "clip"}', "has no causal language head"),
+        ("{", "config.json cannot be used"),
+    ):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=message):
+            check_context(tmp_path, 512)
 
 
 def test_an_earlier_run_is_not_replaced_unasked(tmp_path):

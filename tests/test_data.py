@@ -98,6 +98,18 @@ def test_a_missing_reference_matters_only_to_bleu(tmp_path):
     assert read_scenarios(path, need_reference=False)[1].reference is None
 
 
+def test_a_missing_goal_matters_only_to_a_simulated_llm_user(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "x", "goal": "g"}, {"prompt": "y"})
+    with pytest.raises(ValueError, match="row 1: the hidden goal"):
+        read_scenarios(path, need_reference=False, need_goal=True)
+    assert len(read_scenarios(path, need_reference=False)) == 2
+
+
+def test_a_column_of_another_type_is_named(tmp_path):
+    with pytest.raises(ValueError, match="row 0: 'extra_info' must be a struct, not str"):
+        read_scenarios(parquet(tmp_path, changed(extra_info="x")), need_reference=True)
+
+
 def test_jsonl_takes_text_or_messages(tmp_path):
     rows = [
         {"prompt": "Hello", "reference": "r", "goal": "g", "task_desc": "t"},

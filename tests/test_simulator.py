@@ -13,7 +13,14 @@ import pytest
 
 from rollout.llm_client import LLMClient, LLMError
 from rollout.settings import EndpointSettings, UserSettings
-from rollout.simulator import STOP_SIGNAL, USER_PROMPT, LLMUser, ScriptedUser, UserTurn, asks_something
+from rollout.simulator import (
+    STOP_SIGNAL,
+    USER_PROMPT,
+    LLMUser,
+    ScriptedUser,
+    UserTurn,
+    asks_something,
+)
 from rollout.types import Message, Scenario
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, says
 

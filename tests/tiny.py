@@ -6,7 +6,12 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 WORDS = "hello i can help what do you want to say about the bees on roof they hum and keep warm in winter ? . !".split()
 SPECIAL = ["<unk>", "<end>", "<system>", "<user>", "<assistant>"]

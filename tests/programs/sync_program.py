@@ -88,11 +88,13 @@ def main() -> None:
     results["gap_without_push"] = gap(policy, sample(engine, chat, range(8)))
     for forgets in ({"model.layers.1.mlp.down_proj.weight"}, {"lm_head.weight"}):
         train_on(policy, sequences)
+        engine.sleep()  # deep on a GPU, where waking loads nothing back
         try:
             push_weights(policy, Forgetful(engine, forgets))
             results[f"forgot {next(iter(forgets))}"] = "not noticed"
         except RuntimeError as error:
             results[f"forgot {next(iter(forgets))}"] = str(error)
+    engine.sleep()
     push_weights(policy, engine)
     results["gap_after"] = gap(policy, sample(engine, chat, range(8)))
     shares = ranks.gather(results)

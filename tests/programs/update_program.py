@@ -14,7 +14,13 @@ from pathlib import Path
 import torch
 
 from grpo.checkpoint import save_model_folder
-from grpo.config import DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
+from grpo.config import (
+    DeepSpeedSettings,
+    LossSettings,
+    ModelSettings,
+    OptimizerSettings,
+    UpdateSettings,
+)
 from grpo.experience import Group
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks

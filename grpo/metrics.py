@@ -1,0 +1,50 @@
+"""What a step's conversations were like: a pure function of its trace rows, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+
+def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable[str]) -> dict[str, float]:
+    """Metrics of trace rows (`grpo.experience.trace_rows`), one per conversation.
+
+    Rewards, lengths and truncation are those of replies, each counted once however many conversations
+    continue it. `reward/zero_std_groups` counts groups whose advantages are all 0.
+    """
+    replies = [row for row in rows if row["continuation"] == 0]
+    rewards = [row["reward"] for row in replies if row["reward"]["total"] is not None]
+    totals = [reward["total"] for reward in rewards]
+    advantages: dict[str, list[float]] = {}
+    for row in replies:
+        advantages.setdefault(row["scenario_id"], []).append(row["advantage"])
+    metrics = {
+        "reward/mean": fmean(totals) if totals else float("nan"),
+        "reward/std": pstdev(totals) if totals else float("nan"),
+        "reward/zero_std_groups": float(sum(not any(group) for group in advantages.values())),
+        "reward/clamped": _mean(r["clamped"][name] != r["weighted"][name] for r in rewards for name in r["clamped"]),
+        "reply/length_mean": fmean(row["reply_tokens"][0] for row in replies),
+        "reply/truncated": fmean(row["first_reply_cut"] for row in replies),
+        "conversation/turns_mean": fmean(len(row["reply_tokens"]) for row in rows),
+        "judge/failure_rate": fmean(bool(row["score"]["failures"]) for row in rows),
+    }
+    for name in components:
+        values = [reward["means"][name] for reward in rewards if name in reward["means"]]
+        if values:
+            metrics[f"reward/{name}"] = fmean(values)
+    words = [row["score"]["notes"]["bleu_word"] for row in rows if "bleu_word" in row["score"]["notes"]]
+    if words:
+        metrics["reward/bleu_word"] = fmean(words)
+    return metrics
+
+
+def sampled_tokens(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Tokens the policy sampled: a first reply once, later ones for each conversation."""
+    first = sum(row["reply_tokens"][0] for row in rows if row["continuation"] == 0)
+    return first + sum(sum(row["reply_tokens"][1:]) for row in rows)
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return fmean(values) if values else 0.0
