@@ -78,9 +78,9 @@ class ScriptedUser:
     """
 
     ANSWERS = (
-        "Good question. I want it to say this: {part}",
-        "Glad you ask. This should be in it: {part}",
-        "Right, one more thing I have in mind: {part}",
+        "Good question. I want it to say this: {part} Please write the piece with that in it.",
+        "Glad you ask. This should be in it: {part} Could you write it that way?",
+        "Right, one more thing I have in mind: {part} Please put it into the text.",
     )
     NUDGES = (
         "Hmm, I am not sure this is what I had in mind.",

@@ -182,11 +182,13 @@ REFERENCE = "Tea is old. It came from China!\nDrink it hot."
 def test_the_script_tells_the_next_sentence_only_when_asked():
     scenario, user = scenario_of(reference=REFERENCE), ScriptedUser()
     first = answer(user, scenario, chat_of(scenario, "What should it say?"))
-    assert first == UserTurn("Good question. I want it to say this: Tea is old.", satisfied=False)
+    assert first == UserTurn(
+        "Good question. I want it to say this: Tea is old. Please write the piece with that in it.", satisfied=False
+    )
     nudge = answer(user, scenario, chat_of(scenario, "Here is an essay."))
     assert nudge.text in ScriptedUser.NUDGES and not nudge.satisfied
     chat = chat_of(scenario, "What should it say?", first.text, "What else?")
-    assert answer(user, scenario, chat).text.endswith(": It came from China!")
+    assert ": It came from China! " in answer(user, scenario, chat).text
 
 
 def test_the_script_ends_the_chat_when_all_is_said():
@@ -203,7 +205,7 @@ def test_the_script_wants_the_goals_sentences_where_there_is_no_reference():
     for reference in (None, "", " … "):
         scenario = scenario_of(goal="Say {that} costs $5. Then stop.", reference=reference)
         turn = answer(ScriptedUser(), scenario, chat_of(scenario, "What do you want?"))
-        assert turn.text.endswith(": Say {that} costs $5.")
+        assert ": Say {that} costs $5. " in turn.text
 
 
 def test_the_script_with_nothing_to_want_ends_the_chat():
