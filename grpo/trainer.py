@@ -92,6 +92,7 @@ class Trainer:
             unit="step",
             bar_format=plain,
             mininterval=0,
+            leave=sys.stderr.isatty(),
             dynamic_ncols=True,
             disable=not self.ranks.is_main,
         )

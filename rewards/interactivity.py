@@ -1,28 +1,36 @@
 """A deterministic stand-in for the judge's interactivity: does the first reply ask a good question?
 
-A person would call a question good when it is put in words, is about what they want, and comes alone
-or with one other. So a bare question mark earns nothing, nor does a question that any topic would
-fit only partly.
+A person calls a question good when it is put in words, is about what they want, comes alone or with one
+other, and is followed by silence: who asks and then writes on has not asked. A bare question mark earns
+nothing. It reads English; in other languages use the judge (`by: llm`).
 """
 
 from __future__ import annotations
 
 import re
 
+from rollout.simulator import asks_something
 from rollout.types import Conversation, Scenario
 
-_SENTENCE = re.compile(r"[^.!?\n]*[.!?]|[^.!?\n]+")
-_WORD = re.compile(r"[a-z]+(?:'[a-z]+)?")
+_BOUNDARY = re.compile(r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<![A-Z]\.)(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])|\n+")
+_CLAUSE = re.compile(r"[,:;]\s+|\s+[-\u2013\u2014]\s+")
+_WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
 _ASKING = frozenset(
-    "what which who whom whose when where why how do does did is are was were can could would will should shall "
-    "have has may".split()
+    "what what's which who who's whom whose when where why how do does did don't is isn't are aren't was were can "
+    "can't could would wouldn't will should shall have has may might am".split()
 )
+_LEADING = frozenset("and but or so then also first second finally if".split())
+_READER = frozenset("you your yours we us".split())
+_PIECE = frozenset("it piece article text story post draft i".split())
 _COMMON = frozenset(
-    "a about already an and are article as at be by can could do few for from have hello help hi i in is it know like "
-    "me mind my need of on or piece please short some text that the them things this to us want was we what which with "
-    "would write writing you your".split()
+    "a about after again all already also am an and any are as at be because been before being but by can could did do "
+    "does doing few for from get give go good had has have hello help her here him his how i i'd i'm if in into is it "
+    "its just know let like look make me might mind more most much my need new no not now of on one only or other our "
+    "out over own people piece please really say see share short should so some something story take tell text than "
+    "that the their them then there these they thing things think this those to too up us use very want was way we "
+    "were what when where which while who why will with work would write writing yes you your hi article draft".split()
 )
-MIN_WORDS, MAX_WORDS, MAX_QUESTIONS = 4, 40, 2
+MIN_WORDS, MAX_WORDS, MAX_QUESTIONS, MAX_WORDS_AFTER = 3, 40, 2, 15
 UNFINISHED = 0.75
 """Factor on a reply that was cut off: its reader has to guess the rest."""
 
@@ -30,43 +38,57 @@ UNFINISHED = 0.75
 def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
     """A value in [0, 1] and what it counted, from the conversation's first reply.
 
-    - 0: no question in words (4 to 40 words, with a question word or auxiliary among the first), or the
-      same question over again.
-    - 1: one or two such questions, at least one of which is about the topic: it shares a content word
-      with the user's opening, or asks the user about "you" or "your" and the piece they want.
-    - 0.75: as 1, but none about the topic though addressed to the user.
-    - 0.5: more than two questions, or none that is about the topic or addressed to the user.
+    A question counts as worded where it has 3 to 40 words, not the same few over again, and begins, or goes on
+    after a comma, with a question word or an auxiliary. The best worded question decides:
 
-    A reply that its token limit cut off gets three quarters of that.
+    - 1: about the topic: it shares the stem of a content word with the user's opening;
+    - 0.75: addressed to the user ("you", "your"), or about the piece ("it", "the article");
+    - 0.5: neither; 0: there is none, or one is asked twice.
+
+    More than two questions of any kind make it 0.5 at most. Halved where more than 15 words follow the last
+    question; three quarters where the token limit cut the reply off.
     """
-    questions = [words for words in map(_words, _questions(conversation.first_reply.text)) if _is_worded(words)]
-    distinct = {tuple(words) for words in questions}
-    topic = content_words(conversation.scenario)
-    on_topic = sum(bool(topic & set(words)) for words in distinct)
-    to_user = sum(bool({"you", "your"} & set(words)) for words in distinct)
-    if not distinct or len(distinct) < len(questions):
+    reply = conversation.first_reply
+    sentences = [sentence for sentence in _BOUNDARY.split(reply.text) if sentence]
+    asked = [number for number, sentence in enumerate(sentences) if asks_something(sentence)]
+    worded = [_words(sentences[number]) for number in asked if _is_worded(sentences[number])]
+    topic = topic_stems(conversation.scenario)
+    on_topic = sum(bool(topic & set(map(_stem, words))) for words in worded)
+    addressed = sum(bool((_READER | _PIECE) & set(words)) for words in worded)
+    if not worded or len(set(map(tuple, worded))) < len(worded):
         value = 0.0
-    elif len(distinct) > MAX_QUESTIONS or not (on_topic or to_user):
-        value = 0.5
     else:
-        value = 1.0 if on_topic else 0.75
-    if conversation.first_reply.finish_reason == "length":
+        value = 1.0 if on_topic else 0.75 if addressed else 0.5
+    if len(asked) > MAX_QUESTIONS:
+        value = min(value, 0.5)
+    if asked and sum(len(_words(sentence)) for sentence in sentences[asked[-1] + 1 :]) > MAX_WORDS_AFTER:
+        value *= 0.5
+    if reply.finish_reason == "length":
         value *= UNFINISHED
-    return value, {"questions": len(questions), "on_topic": on_topic, "to_user": to_user}
+    return value, {"questions": len(asked), "worded": len(worded), "on_topic": on_topic, "addressed": addressed}
 
 
-def content_words(scenario: Scenario) -> frozenset[str]:
-    """What the user's opening is about: its words without the common ones."""
-    return frozenset(_words(scenario.messages[-1]["content"])) - _COMMON
-
-
-def _questions(text: str) -> list[str]:
-    return [sentence for sentence in _SENTENCE.findall(text) if sentence.endswith("?")]
+def topic_stems(scenario: Scenario) -> frozenset[str]:
+    """What the user's opening is about: the stems of its words without the common ones."""
+    return frozenset(map(_stem, set(_words(scenario.messages[-1]["content"])) - _COMMON))
 
 
 def _words(text: str) -> list[str]:
     return _WORD.findall(text.lower())
 
 
-def _is_worded(words: list[str]) -> bool:
-    return MIN_WORDS <= len(words) <= MAX_WORDS and any(word in _ASKING for word in words[:8])
+def _stem(word: str) -> str:
+    """The first five letters: bee/bees, keep/keeping, and close enough for a stand-in."""
+    word = re.split("['\u2019]", word)[0]
+    return (word[:-1] if len(word) > 3 and word.endswith("s") else word)[:5]
+
+
+def _is_worded(question: str) -> bool:
+    words = _words(question)
+    if not MIN_WORDS <= len(words) <= MAX_WORDS or len(set(words)) < 0.6 * len(words):
+        return False
+    for clause in _CLAUSE.split(question):
+        beginning = [word for word in _words(clause) if word not in _LEADING]
+        if beginning and beginning[0] in _ASKING:
+            return True
+    return False
