@@ -13,7 +13,7 @@ setup(
     package_data={
         "rollout": ["prompts/*.txt"],
         "rewards": ["prompts/*.txt"],
-        "launch": ["*.sh", "*.sbatch", "requirements/*.txt"],
+        "launch": ["*.sh", "requirements/*.txt"],
         "configs": ["*.yaml", "*/*"],
     },
     install_requires=[

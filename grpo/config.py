@@ -24,9 +24,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class RunSettings(Section):
-    name: str = Field(pattern=r"^[\w.-]+$", description="folder of the run under run.folder")
+    name: str = Field(pattern=r"^\w[\w.-]*$", max_length=100, description="folder of the run under run.folder")
     folder: Path = Field(Path("runs"), description="where runs are kept")
-    seed: int = Field(1, ge=0, description="seed of everything that is drawn")
+    seed: int = Field(1, ge=0, lt=2**32, description="seed of everything that is drawn")
     steps: int | None = Field(None, ge=1, description="steps; null: run.epochs decides")
     epochs: int = Field(1, ge=1, description="passes over the training data (where run.steps is null)")
     save_every: int | None = Field(
@@ -143,23 +143,42 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     values = _read_yaml(path)
     for override in overrides:
         _apply(values, override)
+    values = {name: {} if value is None and name in Config.model_fields else value for name, value in values.items()}
+    where = f"{path} with {' '.join(overrides)}" if overrides else str(path)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        faults = [_fault(fault) for fault in error.errors()]
-        raise ValueError("\n".join(f"{path}: {fault}" for fault in faults)) from error
+        faults = dict.fromkeys(_fault(fault) for fault in error.errors())
+        raise ValueError("\n".join(f"{where}: {fault}" for fault in faults)) from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read ({error})") from error
-    except yaml.YAMLError as error:
+    try:
+        values = yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
         raise ValueError(f"{path}: not valid YAML ({error})") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must be a mapping of sections, such as configs/quickstart.yaml")
     return values
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key given twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key if isinstance(key, str) else repr(key))
+        return super().construct_mapping(node, deep)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -170,20 +189,27 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not sections:
         if last not in Config.model_fields:
             raise ValueError(f"{key}: {_unknown(last, Config)}")
-        values[last] = _read_yaml(Path(text))
+        try:
+            values[last] = _read_yaml(Path(text))
+        except ValueError as error:
+            raise ValueError(f"{override!r}: a whole section comes from a YAML file: {error}") from error
         return
     for section in sections:
-        values = values.setdefault(section, {})
+        if values.get(section) is None:  # absent, or a section with nothing in it
+            values[section] = {}
+        values = values[section]
         if not isinstance(values, dict):
             raise ValueError(f"{override!r}: {section} is not a section")
     try:
         values[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{override!r}: the value is not valid YAML ({error})") from error
 
 
 def _fault(fault: dict[str, Any]) -> str:
     location = [str(part) for part in fault["loc"]]
+    if location[:2] == ["rewards", "truncated"]:  # pydantic tells of each branch of the union
+        return f"rewards.truncated: {fault['input']!r} will not do: a finite number, score or mask"
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
         return f"{key}: {_unknown(location[-1], _section(location[:-1]))}"
@@ -192,7 +218,8 @@ def _fault(fault: dict[str, Any]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{key}: {message}" if key else message
-    return f"{key}: {fault['input']!r} will not do: {message[0].lower()}{message[1:]}"
+    quote = " (quote it)" if fault["type"] == "string_type" and isinstance(fault["input"], (int, float)) else ""
+    return f"{key}: {fault['input']!r} will not do: {message[0].lower()}{message[1:]}{quote}"
 
 
 def _unknown(name: str, section: type[BaseModel]) -> str:

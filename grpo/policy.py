@@ -56,7 +56,7 @@ class Policy:
         self.settings = optimizer
         self.total_steps = total_steps
         self.num_steps = 0
-        """Optimizer steps taken, skipped ones included."""
+        """Optimizer steps of the schedule so far, those that were skipped or had no gradient included."""
         self.num_skipped_in_a_row = 0
         self.dtype = getattr(torch, model.dtype)
         config = deepspeed_config(model, optimizer, zero)
@@ -111,6 +111,10 @@ class Policy:
                 "optimizer.lr, raise loss.kl_coef, or go back to an earlier model folder of this run"
             )
         return norm, lr
+
+    def pass_steps(self, number: int) -> None:
+        """Mini-batches without a gradient keep their place in the learning rate's schedule."""
+        self.num_steps += number
 
     def _take_step(self) -> float:
         if self.engine.zero_optimization_stage() > 0:

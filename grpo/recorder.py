@@ -26,19 +26,52 @@ from torch.utils.tensorboard import SummaryWriter
 from grpo.config import Config
 from grpo.evaluate import Evaluation
 
+RUN_ENTRIES = frozenset(
+    "config.yaml environment.json metrics.jsonl summary.json "
+    "tensorboard traces evaluations checkpoints model model.part".split()
+)
+"""Everything that lies in a run's folder; nothing else is ever removed."""
+
 
 class RunFolder:
     def __init__(self, config: Config):
         self.path = config.run.folder / config.run.name
         self.metrics = self.path / "metrics.jsonl"
 
-    def check_free(self, overwrite: bool) -> None:
-        """Raises ValueError where an earlier run lies there, and is not to be replaced."""
-        if self.metrics.exists() and not overwrite:
+    def check_free(self, overwrite: bool, inputs: Iterable[Path]) -> None:
+        """Makes sure a run may be written here. Raises ValueError where it may not:
+
+        the folder holds an earlier run that is not to be replaced, or something that is no run (never
+        deleted), cannot be written, or holds one of the run's own `inputs`.
+        """
+        for path in inputs:
+            if path.resolve().is_relative_to(self.path.resolve()):
+                raise ValueError(f"run.name: {self.path} would be emptied, and holds {path}; choose another name")
+        try:
+            found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / "environment.json.part").touch()
+            (self.path / "environment.json.part").unlink()
+        except OSError as error:
+            raise ValueError(f"run.folder: {self.path} cannot be written ({error.strerror}); choose another") from error
+        if found and not found <= RUN_ENTRIES:
+            raise ValueError(
+                f"run.name: {self.path} holds {min(found - RUN_ENTRIES)!r}, so it is no run's folder; choose another"
+            )
+        if "metrics.jsonl" in found and not overwrite:
             raise ValueError(
                 f"run.name: {self.path} holds an earlier run; choose another run.name, or set run.overwrite=true "
                 "to replace it"
             )
+
+    def empty(self) -> None:
+        """Removes an earlier run."""
+        for name in RUN_ENTRIES:
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     @property
     def model(self) -> Path:
@@ -59,7 +92,7 @@ class Recorder:
 
     def __init__(self, folder: RunFolder, config: Config, environment: Mapping[str, Any]):
         self.folder = folder
-        shutil.rmtree(folder.path, ignore_errors=True)
+        folder.empty()
         for name in ("traces", "evaluations", "checkpoints"):
             (folder.path / name).mkdir(parents=True)
         values = config.model_dump(mode="json")
@@ -85,7 +118,16 @@ class Recorder:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """The rows of a JSONL file. Raises ValueError naming file and line where one is not JSON."""
+    rows = []
+    # Not splitlines: a row may hold characters that it takes for line ends.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not valid JSON ({error}); was the run cut off?") from error
+    return rows
 
 
 def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -24,9 +24,17 @@ def push_weights(policy: Policy, engine: Engine) -> None:
             yield name, weight
 
     engine.push_weights(stream())
+    fingerprint = engine.fingerprint()
+    covered = {name for names, _ in fingerprint for name in names}
+    known = len(covered & sent.keys())
+    if known < len(sent) / 2:  # experts and the like are not told apart, but most must be
+        raise RuntimeError(
+            f"the {engine.name} engine knows {known} of the {len(sent)} weights that were pushed by their names, such "
+            f"as {next(iter(sent))}, so nobody can tell what it samples from; try engine.kind=transformers"
+        )
     stale = [
         names
-        for names, held in engine.fingerprint()
+        for names, held in fingerprint
         if all(name in sent for name in names)
         and not math.isclose(held, sum(sent[name] for name in names), rel_tol=1e-9, abs_tol=1e-9)
     ]
@@ -44,7 +52,7 @@ def max_gap(dtype: torch.dtype) -> float:
 
 def check_gap(gap_mean: float, limit: float) -> None:
     """Stops a run whose sampler and trainer disagree. Raises RuntimeError above `limit` nats."""
-    if gap_mean > limit:
+    if not gap_mean <= limit:  # so that NaN stops the run too
         raise RuntimeError(
             f"the engine's log-probs are {gap_mean:.4f} nats from the trainer's on average (limit {limit}): it samples "
             "another policy than the one being trained. Check that the engine runs the model in model.dtype, or try "

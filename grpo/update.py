@@ -39,7 +39,7 @@ class Tally:
         self._tokens += next(iter(per_token_N.values())).numel()
         for name, values_N in per_token_N.items():
             self._sums[name] = self._sums.get(name, 0.0) + values_N.detach().double().sum().item()
-        self._gap_max = max(self._gap_max, per_token_N["gap"].max().item())
+        self._gap_max = max(per_token_N["gap"].max().item(), self._gap_max)  # in this order NaN wins
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """Token means over all ranks, and the largest gap. Collective. Empty where there were no tokens."""
@@ -107,6 +107,7 @@ class Updater:
             metrics["update/optimizer_steps"] += 1
             metrics["update/skipped_steps"] += norm == float("inf") or norm != norm
             norms.append(norm)
+        self.policy.pass_steps(len(mini_batches) - len(steps))
         metrics["update/grad_norm"] = sum(norms) / len(norms) if norms else 0.0
         return metrics | _named(tally.means(self.ranks))
 

@@ -25,21 +25,27 @@ TASK_DESC = "writing a short article"
 
 def read_articles(path: Path) -> list[dict[str, str]]:
     """Articles of a JSONL file. Raises ValueError naming file and row where one will not do."""
-    if not path.exists():
-        raise ValueError(f"{path}: no such file")
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from error
     articles: list[dict[str, str]] = []
     rows: dict[str, int] = {}
-    for row, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    for row, line in enumerate(lines):
+        if not line.strip():
+            continue
         try:
             article = json.loads(line)
-        except json.JSONDecodeError as error:
+            json.dumps(article, ensure_ascii=False).encode("utf-8")  # half a character, escaped, is no text
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, row {row}: not valid JSON ({error})") from error
         for key in ("title", "text"):
             if not isinstance(article, dict) or not isinstance(article.get(key), str) or not article[key].strip():
                 raise ValueError(f"{path}, row {row}: {key!r} is missing or empty")
-            if article[key] in rows:  # the same text in train and held-out rows would be a leak
-                raise ValueError(f"{path}, row {row}: the same {key} as row {rows[article[key]]}; remove one")
-            rows[article[key]] = row
+            same = " ".join(article[key].lower().split())
+            if same in rows:  # the same text in train and held-out rows would be a leak
+                raise ValueError(f"{path}, row {row}: the same {key} as row {rows[same]}; remove one")
+            rows[same] = row
         articles.append(article)
     return articles
 
@@ -72,12 +78,15 @@ def prepare(articles_file: Path, held_out: int, out: Path) -> dict[str, int]:
     if not 0 < held_out < len(articles):
         raise ValueError(f"--held-out: {held_out} of {len(articles)} articles leaves a split empty")
     splits = {"train": articles[:-held_out], "validation": articles[-held_out:]}
-    out.mkdir(parents=True, exist_ok=True)
-    for split, chosen in splits.items():
-        rows = [scenario_row(article, index, split) for index, article in enumerate(chosen)]
-        part = out / f"rl_{split}.parquet.part"
-        pq.write_table(pa.Table.from_pylist(rows), part)
-        part.rename(out / f"rl_{split}.parquet")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for split, chosen in splits.items():
+            rows = [scenario_row(article, index, split) for index, article in enumerate(chosen)]
+            part = out / f"rl_{split}.parquet.part"
+            pq.write_table(pa.Table.from_pylist(rows), part)
+            part.rename(out / f"rl_{split}.parquet")
+    except OSError as error:
+        raise ValueError(f"--out: {out} cannot be written ({error})") from error
     return {split: len(chosen) for split, chosen in splits.items()}
 
 
@@ -92,7 +101,8 @@ def main() -> None:
     try:
         sizes = prepare(options.articles, options.held_out, options.out)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
     print(f"{options.out}: {sizes['train']} rows to train on, {sizes['validation']} held out")
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from grpo.config import Config
 from launch import prepare_data, report, train
 
 CONFIG = Path("configs/quickstart.yaml")
@@ -18,12 +19,16 @@ HELD_OUT = 32
 DATA = Path("data/quickstart")
 
 
+def read_config() -> Config:
+    sizes = prepare_data.prepare(ARTICLES, HELD_OUT, DATA)
+    train.say(f"{DATA}: {sizes['train']} short articles to train on, {sizes['validation']} held out")
+    return train.parse(["--config", str(CONFIG), *sys.argv[1:]])
+
+
 def main() -> None:
     # The shell script says when it began, so that the minutes hold the installation too.
     started = float(os.environ.get("QUICKSTART_STARTED", time.time()))
-    sizes = prepare_data.prepare(ARTICLES, HELD_OUT, DATA)
-    train.say(f"{DATA}: {sizes['train']} short articles to train on, {sizes['validation']} held out")
-    config = train.run(lambda: train.parse(["--config", str(CONFIG), *sys.argv[1:]]))
+    config = train.run(read_config)
     minutes = (time.time() - started) / 60
     report.report(config.run.folder / config.run.name, {"minutes": minutes})
     print(f"\nquickstart: {minutes:.1f} minutes in all")

@@ -26,18 +26,21 @@ from grpo.statistics import PairedDifference, paired_difference
 
 def summarize(run: Path) -> dict[str, Any]:
     """The run in figures. Raises ValueError where `run` holds no finished run."""
-    if not (run / "metrics.jsonl").exists():
-        raise ValueError(f"{run} holds no run; give a folder such as runs/quickstart")
+    if not (run / "metrics.jsonl").exists() or not (run / "environment.json").exists():
+        raise ValueError(f"{run} holds no run, or one without a single step; give a folder such as runs/quickstart")
     steps = read_rows(run / "metrics.jsonl")
-    rewards = [step["reward/mean"] for step in steps if step["reward/mean"] is not None]
+    try:
+        rewards = [step["reward/mean"] for step in steps if step["reward/mean"] is not None]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{run}/metrics.jsonl is not of a run of ours: it has no {error}") from error
     held_out = compare_evaluations(run)
     return {
         "run": str(run),
         "engine": json.loads((run / "environment.json").read_text())["engine"],
         "steps": len(steps),
         "minutes_training": sum(step["time/step"] for step in steps) / 60,
-        "reward_first_2": fmean(rewards[:2]),
-        "reward_last_5": fmean(rewards[-5:]),
+        "reward_first_2": fmean(rewards[:2]) if rewards else float("nan"),
+        "reward_last_5": fmean(rewards[-5:]) if rewards else float("nan"),
         "held_out": {name: asdict(row) for name, row in held_out.items()},
         "held_out_t": held_out["reward"].t if held_out else None,
     }
@@ -135,7 +138,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         report(parser.parse_args(arguments).run)
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

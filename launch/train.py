@@ -54,14 +54,16 @@ class Inputs:
 
 def check_inputs(config: Config) -> Inputs:
     """Reads and checks all that a run needs. Raises ValueError naming file, row or key, and the remedy."""
-    RunFolder(config).check_free(config.run.overwrite)
+    inputs = [config.model.path, config.data.train, *filter(None, [config.data.validation])]
+    if is_main():
+        RunFolder(config).check_free(config.run.overwrite, inputs)
     engine, reason = choose_engine(config.engine)
     chat = Chat.load(config.model.path)
     check_context(config.model.path, config.engine.max_context_tokens)
     need_reference = "bleu_score" in config.rewards.weights
 
     def scenarios(path: Path) -> list[Scenario]:
-        rows = read_scenarios(path, need_reference=need_reference, need_goal=config.rollout.user.kind == "llm")
+        rows = read_scenarios(path, need_reference=need_reference, user=config.rollout.user.kind)
         kept, num_dropped = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)
         say(
             f"{path}: {len(kept)} prompts"
@@ -69,8 +71,17 @@ def check_inputs(config: Config) -> Inputs:
         )
         return kept
 
+    if config.data.validation and config.data.validation.resolve() == config.data.train.resolve():
+        raise ValueError(f"data.validation: {config.data.validation} is the training file; hold other rows out")
     train = scenarios(config.data.train)
     validation = scenarios(config.data.validation) if config.data.validation else []
+    budget = config.update.max_tokens_per_micro_batch
+    longest = max(len(chat.prompt_ids(scenario.messages)) for scenario in train) + config.rollout.max_reply_tokens
+    if longest > budget:
+        raise ValueError(
+            f"update.max_tokens_per_micro_batch: {budget} is less than the longest prompt with its reply, "
+            f"{longest} tokens; raise it, or lower data.max_prompt_tokens or rollout.max_reply_tokens"
+        )
     per_epoch = steps_per_epoch(len(train), config.rollout.prompts_per_step)
     total_steps = config.run.steps or config.run.epochs * per_epoch
 
@@ -169,6 +180,8 @@ def run(read_config: Callable[[], Config]) -> Config:
         run_training(config, inputs)
     except Exception as error:
         traceback.print_exc()
+        while isinstance(error, ExceptionGroup):  # of conversations that failed together: the first tells why
+            error = error.exceptions[0]
         print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
         # Threads of the engine and of other libraries would keep this rank, and so all others, waiting.
         os._exit(1)

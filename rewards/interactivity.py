@@ -12,7 +12,9 @@ import re
 from rollout.simulator import asks_something
 from rollout.types import Conversation, Scenario
 
-_BOUNDARY = re.compile(r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<![A-Z]\.)(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])|\n+")
+_BOUNDARY = re.compile(
+    r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<![A-Z]\.)(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])|\n+"
+)
 _CLAUSE = re.compile(r"[,:;]\s+|\s+[-\u2013\u2014]\s+")
 _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
 _ASKING = frozenset(

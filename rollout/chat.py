@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from safetensors import safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -33,15 +34,20 @@ class Chat:
         check_model_folder(folder)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"model.path: the tokenizer of {folder} cannot be loaded ({error})") from error
+            generation = (
+                GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").exists() else None
+            )
+        except Exception as error:  # whatever a broken JSON file provokes in transformers
+            raise ValueError(
+                f"model.path: the tokenizer or generation config of {folder} is broken ({error})"
+            ) from error
         if not tokenizer.chat_template:
             raise ValueError(
                 f"model.path: {folder} has no chat template; train an instruct model or add chat_template.jinja"
             )
         stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        if (folder / "generation_config.json").exists():
-            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        if generation is not None:
+            eos = generation.eos_token_id
             stop_ids += [eos] if isinstance(eos, int) else list(eos or [])
         if not stop_ids:
             raise ValueError(f"model.path: {folder} names no end-of-sequence token, so no reply could ever end")
@@ -76,8 +82,11 @@ def check_model_folder(folder: Path) -> None:
     missing = []
     if not (folder / "config.json").exists():
         missing.append("config.json")
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
+    weights = sorted(folder.glob("model*.safetensors"))
+    if not weights:
+        missing.append(
+            "model*.safetensors" + (" (an adapter alone is no model; merge it)" if any(folder.glob("adapter*")) else "")
+        )
     if not (folder / "tokenizer_config.json").exists():
         missing.append("tokenizer_config.json")
     if missing:
@@ -86,15 +95,32 @@ def check_model_folder(folder: Path) -> None:
             "save one with model.save_pretrained and tokenizer.save_pretrained"
         )
 
+    for file in weights:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except Exception as error:  # a pointer of git-lfs, a download cut off
+            raise ValueError(f"model.path: {file} is not a safetensors file ({error}); download it again") from error
+
 
 def check_context(folder: Path, max_context_tokens: int) -> None:
-    """Raises ValueError where `folder`'s model is not a causal one, or has fewer positions than a run needs."""
+    """Raises ValueError where `folder`'s model is not a causal one whose log-probs we compute as it does itself, or
+    has fewer positions than a run needs."""
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:
         raise ValueError(f"model.path: {folder}/config.json cannot be used ({error})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model.path: {folder} holds a {config.model_type} model, which has no causal language head")
+    unsupported = [
+        name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, name, None)
+    ]
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
+        unsupported.append("layer_types with other than full attention")
+    if unsupported:
+        raise ValueError(
+            f"model.path: {folder} has {', '.join(unsupported)}, which the trainer does not compute; take another"
+        )
     positions = getattr(config, "max_position_embeddings", max_context_tokens)
     if positions < max_context_tokens:
         raise ValueError(

@@ -102,7 +102,8 @@ class Rollout:
                 return ended("user_satisfied", farewell=turn.text)
             user_turns += 1
             said: Message = {"role": "user", "content": turn.text}
-            if len(replies) + 1 == limits.max_assistant_turns and not limits.judge_last_reply:
+            is_last = user_turns == limits.max_user_turns or len(replies) + 1 == limits.max_assistant_turns
+            if is_last and not limits.judge_last_reply:
                 new_messages.append(said)
                 return ended("turn_limit")
             seed = sample_seed(

@@ -12,7 +12,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow.parquet as pq
 
@@ -20,32 +20,31 @@ from rollout.chat import Chat
 from rollout.settings import DataSettings
 from rollout.types import Message, Scenario
 
+UserKind = Literal["llm", "scripted"]
 ROLES = ("system", "user", "assistant")
 PARQUET_COLUMNS = ("prompt", "extra_info", "data_source")
 
 
-def read_scenarios(path: Path, *, need_reference: bool, need_goal: bool = False) -> list[Scenario]:
+def read_scenarios(path: Path, *, need_reference: bool, user: UserKind | None = None) -> list[Scenario]:
     """All rows of `path`, in file order.
 
     Raises ValueError naming file, row and column for: a missing file or column, an empty file, a null
     or empty prompt, a message without role or content, a prompt that does not end with the user, and a
-    missing reference where `need_reference` (BLEU compares with it) or goal where `need_goal` (an LLM that
-    plays the user must know what it wants).
+    missing reference where `need_reference` (BLEU compares with it). With a `user` to play, also for a row
+    that leaves the user nothing to want: an LLM needs the goal, a script the goal or the reference.
     """
     if not path.exists():
         raise ValueError(f"{path}: no such data file")
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     if path.suffix not in readers:
         raise ValueError(f"{path}: data files are .parquet or .jsonl")
-    scenarios = [
-        _scenario(path, row, fields, need_reference, need_goal) for row, fields in enumerate(readers[path.suffix](path))
-    ]
+    scenarios = [_scenario(path, row, fields, need_reference, user) for row, fields in readers[path.suffix](path)]
     if not scenarios:
         raise ValueError(f"{path}: the file has no rows")
     return scenarios
 
 
-def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         table = pq.read_table(path)
     except (OSError, ValueError) as error:
@@ -58,18 +57,23 @@ def _parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
             f"{path}: column {', '.join(map(repr, missing))} is missing; it has {', '.join(table.column_names)} "
             "(the schema is in rollout/data.py; launch.prepare_data writes it)"
         )
-    for row, record in enumerate(table.to_pylist()):
+    try:
+        records = table.to_pylist()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: holds text that is not UTF-8 ({error})") from error
+    for row, record in enumerate(records):
         extra = _struct(path, row, "extra_info", record["extra_info"])
         interaction = _struct(path, row, "extra_info.interaction_kwargs", extra.get("interaction_kwargs"))
         reward_model = _struct(path, row, "reward_model", record.get("reward_model"))
         reference = record.get("ground_truth")
-        yield {
+        fields = {
             "prompt": record["prompt"],
-            "reference": reference if reference is not None else reward_model.get("ground_truth"),
+            "reference": reference or reward_model.get("ground_truth"),
             "goal": interaction.get("single_turn_prompt"),
             "task_desc": interaction.get("task_desc"),
             "data_source": record["data_source"],
         }
+        yield row, fields
 
 
 def _struct(path: Path, row: int, column: str, value: Any) -> Mapping[str, Any]:
@@ -78,24 +82,28 @@ def _struct(path: Path, row: int, column: str, value: Any) -> Mapping[str, Any]:
     return value or {}
 
 
-def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows are lines, blank ones counted, so that an editor finds them."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
-    for row, line in enumerate(filter(str.strip, lines)):
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at characters within a row
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+    for row, line in enumerate(lines):
+        if not line.strip():
+            continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+            json.dumps(record, ensure_ascii=False).encode("utf-8")  # half a character, escaped, is no text
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, row {row}: not valid JSON ({error})") from error
         if not isinstance(record, dict) or "prompt" not in record:
             raise ValueError(f"{path}, row {row}: 'prompt' is missing; a row is {{prompt, reference, goal, task_desc}}")
         if isinstance(record["prompt"], str) and record["prompt"].strip():
             record["prompt"] = [{"role": "user", "content": record["prompt"]}]
-        yield record
+        yield row, record
 
 
-def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: bool, need_goal: bool) -> Scenario:
+def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: bool, user: UserKind | None) -> Scenario:
     where = f"{path}, row {row}"
     texts = {name: fields.get(name) for name in ("reference", "goal", "task_desc", "data_source")}
     for name, value in texts.items():
@@ -103,12 +111,14 @@ def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: b
             raise ValueError(f"{where}: {name!r} must be text, not {type(value).__name__}")
     if need_reference and not (texts["reference"] or "").strip():
         raise ValueError(
-            f"{where}: the reference ('ground_truth') is missing and bleu_score needs one; fill it or drop the weight"
+            f"{where}: the reference ('reference', or 'ground_truth' in parquet) is missing and bleu_score needs one; "
+            "fill it or drop the weight"
         )
-    if need_goal and not (texts["goal"] or "").strip():
+    wishes = {None: (), "llm": ("goal",), "scripted": ("goal", "reference")}[user]
+    if wishes and not any((texts[name] or "").strip() for name in wishes):
         raise ValueError(
-            f"{where}: the hidden goal ('goal', or extra_info.interaction_kwargs.single_turn_prompt) is missing, and "
-            "rollout.user.kind: llm plays a user who has one; fill it"
+            f"{where}: {' and '.join(wishes)} is missing ('goal', or extra_info.interaction_kwargs.single_turn_prompt), "
+            f"so the simulated user (rollout.user.kind: {user}) has nothing to want; fill it"
         )
     source = texts["data_source"] or path.stem
     return Scenario(
@@ -124,9 +134,8 @@ def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: b
 
 def _messages(where: str, prompt: Any) -> tuple[Message, ...]:
     if not isinstance(prompt, list) or not prompt:
-        raise ValueError(
-            f"{where}: 'prompt' is {'null' if prompt is None else 'empty or no list'}; it must be a list of messages"
-        )
+        what = "null" if prompt is None else "empty" if not prompt else f"{type(prompt).__name__} {str(prompt)[:40]!r}"
+        raise ValueError(f"{where}: 'prompt' is {what}; it must be a list of messages")
     for number, message in enumerate(prompt):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ValueError(f"{where}: message {number} of 'prompt' needs a role of {', '.join(ROLES)}")
@@ -148,7 +157,12 @@ def fit_prompts(
     """
     kept = []
     for scenario in scenarios:
-        length = len(chat.prompt_ids(scenario.messages))
+        try:
+            length = len(chat.prompt_ids(scenario.messages))
+        except Exception as error:  # templates raise what they like: no system role here, roles must alternate there
+            raise ValueError(
+                f"{path}, row {scenario.row}: the model's chat template does not take this prompt ({error})"
+            ) from error
         if length <= limit:
             kept.append(scenario)
         elif settings.overlong_prompts == "error":

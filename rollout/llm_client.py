@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -173,12 +174,19 @@ class LLMClient:
         variable = self.settings.api_key_env
         if variable is None:
             return "none"  # not None: the package would send OPENAI_API_KEY, to whatever server this is
-        key = os.environ.get(variable, "")
+        setting = f"{YAML_SECTION[self.role]}.api_key_env"
+        if not re.fullmatch(r"[A-Za-z_]\w*", variable):  # not echoed: it may be a key itself
+            raise ValueError(
+                f"{setting}: is not the name of an environment variable; put the key into one, and name it"
+            )
+        key = os.environ.get(variable, "").strip()  # keys read from files end in a newline
         if not key:
             raise ValueError(
-                f"{YAML_SECTION[self.role]}.api_key_env: the environment variable {variable} is not set; "
+                f"{setting}: the environment variable {variable} is not set; "
                 f"export it, or set api_key_env to null for a server without a key"
             )
+        if not (key.isascii() and key.isprintable()):
+            raise ValueError(f"{setting}: the environment variable {variable} holds characters that no key has")
         return key
 
     def _enter_loop(self) -> None:
@@ -227,12 +235,14 @@ class LLMClient:
         try:
             choice, usage = answer.choices[0], answer.usage
             finish_reason, text = choice.finish_reason, choice.message.content or ""
+            tokens = (usage.prompt_tokens or 0, usage.completion_tokens or 0) if usage else (0, 0)
+            if not isinstance(text, str):
+                raise TypeError(f"content of type {type(text).__name__}")
         # The package does not check shapes: a proxy's page arrives as a string, an error object without choices.
         except (AttributeError, IndexError, TypeError):
             raise self._failed("not_json", f"the server's response is not a chat completion: {answer!r}") from None
-        if usage:
-            self._prompt_tokens += usage.prompt_tokens
-            self._completion_tokens += usage.completion_tokens
+        self._prompt_tokens += tokens[0]
+        self._completion_tokens += tokens[1]
         if finish_reason == "length":
             remedy = f"raise {YAML_SECTION[self.role]}.max_tokens ({self.settings.max_tokens})"
             raise self._failed("cut", f"the answer hit its token limit; {remedy}")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class Section(BaseModel):
@@ -54,6 +55,18 @@ class EndpointSettings(Section):
     max_attempts: int = Field(3, ge=1, description="tries per question, the first included")
     max_concurrency: int = Field(64, ge=1, description="calls in flight per rank")
     thinking: bool = Field(False, description="let the model think (chat_template_kwargs.enable_thinking)")
+
+    @field_validator("base_url")
+    @classmethod
+    def _an_address(cls, address: str) -> str:
+        try:
+            parts = urlsplit(address.strip())
+            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        except ValueError:  # a port that is no number, half an IPv6 address
+            usable = False
+        if not usable or not address.isprintable():
+            raise ValueError(f"{address!r} is no address; write one such as http://127.0.0.1:8001/v1")
+        return address.strip()
 
 
 class UserSettings(Section):

@@ -68,6 +68,12 @@ def test_every_shipped_reward_file_replaces_the_section(path):
         ({"model__path": None}, "model.path: is missing"),
         ({"rewards__clamp": [1.0, -1.0]}, "rewards.clamp: [1.0, -1.0] holds nothing; write [low, high]"),
         ({"optimizer__betas": [0.9, 1.0]}, "optimizer.betas.1: 1.0 will not do: input should be less than 1"),
+        ({"rewards__truncated": "maks"}, "rewards.truncated: 'maks' will not do: a finite number, score or mask"),
+        (
+            {"rewards__judge": {"base_url": "http://h:abc/v1", "model": "m"}},
+            "rewards.judge.base_url: 'http://h:abc/v1' is no",
+        ),
+        ({"run__name": 7}, "run.name: 7 will not do: input should be a valid string (quote it)"),
         ({"run__name": "a/b"}, "run.name: 'a/b' will not do"),
     ],
 )
@@ -125,7 +131,9 @@ def test_unreadable_files_are_named(tmp_path):
 
 def test_a_folder_that_is_no_model_is_refused_with_what_it_lacks(tmp_path):
     config = load_config(QUICKSTART, [f"model.path={tmp_path}", f"run.folder={tmp_path}/runs"])
-    with pytest.raises(ValueError, match=r"is not a Hugging Face model folder: it lacks config.json, \*.safetensors"):
+    with pytest.raises(
+        ValueError, match=r"is not a Hugging Face model folder: it lacks config.json, model\*.safetensors"
+    ):
         check_inputs(config)
     config = load_config(QUICKSTART, [f"model.path={tmp_path}/gone", f"run.folder={tmp_path}/runs"])
     with pytest.raises(ValueError, match="there is no folder"):
@@ -148,6 +156,42 @@ def test_a_model_without_a_causal_head_or_with_a_broken_config_is_refused(tmp_pa
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=message):
             check_context(tmp_path, 512)
+
+
+@pytest.mark.parametrize("name", ["..", ".", "-x", "x" * 101])
+def test_a_run_has_a_plain_name(name):
+    with pytest.raises(ValueError, match="run.name"):
+        load_config(QUICKSTART, [f"run.name='{name}'"])
+
+
+def test_a_folder_that_is_no_run_or_holds_what_the_run_reads_is_never_emptied(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "diary.txt").write_text("dear diary")
+    (tmp_path / "old" / "model").mkdir(parents=True)
+    for settings, message in (
+        (["run.name=notes"], "holds 'diary.txt', so it is no run's folder"),
+        (["run.name=old", f"model.path={tmp_path}/old/model"], "would be emptied, and holds"),
+        (["run.folder=/proc/none"], "run.folder: .* cannot be written"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_inputs(load_config(QUICKSTART, [f"run.folder={tmp_path}", "run.overwrite=true", *settings]))
+    assert (tmp_path / "notes" / "diary.txt").exists() and (tmp_path / "old" / "model").exists()
+
+
+def test_a_budget_below_the_longest_prompt_and_reply_is_refused(tmp_path, small_model):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "reference": "y"}\n' * 2)
+    settings = [f"run.folder={tmp_path}", f"data.train={rows}", "data.validation=null"]
+    with pytest.raises(ValueError, match="update.max_tokens_per_micro_batch: 64 is less than the longest prompt"):
+        check_inputs(load_config(QUICKSTART, [*settings, "update.max_tokens_per_micro_batch=64"]))
+    with pytest.raises(ValueError, match="is the training file"):
+        check_inputs(load_config(QUICKSTART, [*settings, f"data.validation={rows}"]))
+
+
+def test_a_key_given_twice_is_refused(tmp_path):
+    (tmp_path / "twice.yaml").write_text("run: {name: a}\nrun: {name: b}\n")
+    with pytest.raises(ValueError, match="the key 'run' is given twice"):
+        load_config(tmp_path / "twice.yaml")
 
 
 def test_an_earlier_run_is_not_replaced_unasked(tmp_path):

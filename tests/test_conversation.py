@@ -83,6 +83,11 @@ def test_without_the_last_reply_the_judged_text_ends_on_the_user(parts):
     assert full and all(talk.messages[-1]["role"] == "user" and len(talk.replies) == 2 for talk in full)
 
 
+def test_the_last_reply_is_dropped_at_the_user_limit_too(parts):
+    talks = finished(play(parts, Recording([MORE] * 9), group_size=8, max_user_turns=1, judge_last_reply=False))
+    assert talks and all(talk.messages[-1]["role"] == "user" and len(talk.replies) == 1 for talk in talks)
+
+
 def test_the_goodbye_is_kept_apart_from_the_judged_text(parts):
     (talk, *_) = finished(play(parts, Recording([BYE]), group_size=8))
     assert talk.ended == "user_satisfied" and talk.farewell == "bye"

@@ -100,9 +100,11 @@ def test_a_missing_reference_matters_only_to_bleu(tmp_path):
 
 def test_a_missing_goal_matters_only_to_a_simulated_llm_user(tmp_path):
     path = jsonl(tmp_path, {"prompt": "x", "goal": "g"}, {"prompt": "y"})
-    with pytest.raises(ValueError, match="row 1: the hidden goal"):
-        read_scenarios(path, need_reference=False, need_goal=True)
+    with pytest.raises(ValueError, match="row 1: goal is missing .*nothing to want"):
+        read_scenarios(path, need_reference=False, user="llm")
     assert len(read_scenarios(path, need_reference=False)) == 2
+    with pytest.raises(ValueError, match="row 1: goal and reference is missing"):
+        read_scenarios(path, need_reference=False, user="scripted")
 
 
 def test_a_column_of_another_type_is_named(tmp_path):
@@ -133,6 +135,20 @@ def test_a_bad_jsonl_row_is_named(tmp_path, row, message):
     with pytest.raises(ValueError) as error:
         read_scenarios(jsonl(tmp_path, {"prompt": "ok"}, row), need_reference=False)
     assert message in str(error.value)
+
+
+def test_rows_are_the_files_lines_whatever_they_hold(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    separators = json.dumps({"prompt": "a\u2028b\u0085c"}, ensure_ascii=False)
+    path.write_bytes(b"\xef\xbb\xbf" + f"{separators}\r\n\n".encode() + b'{"prompt": "x", "reference": 5}')
+    with pytest.raises(ValueError, match="row 2: 'reference'"):
+        read_scenarios(path, need_reference=False)
+    path.write_text(separators + "\n", encoding="utf-8")
+    (scenario,) = read_scenarios(path, need_reference=False)
+    assert scenario.messages[0]["content"] == "a\u2028b\u0085c"
+    path.write_text('{"prompt": "half \\ud83d"}')
+    with pytest.raises(ValueError, match="row 0: not valid JSON"):
+        read_scenarios(path, need_reference=False)
 
 
 def test_files_that_are_missing_empty_or_of_another_kind_are_named(tmp_path):

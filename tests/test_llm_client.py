@@ -299,3 +299,14 @@ def test_the_environments_openai_key_goes_to_no_other_server(monkeypatch: pytest
 def test_an_error_survives_the_way_to_another_process():
     failure = pickle.loads(pickle.dumps(LLMError("judge", "timeout", "no answer in 3 s")))
     assert str(failure) == "judge: timeout: no answer in 3 s"
+
+
+def test_a_key_with_a_newline_is_trimmed_and_one_typed_into_the_config_is_not_echoed(monkeypatch):
+    monkeypatch.setenv("ROLE_KEY", "sk-secret\n")
+    settings = {"base_url": "http://127.0.0.1:9/v1", "model": "m"}
+    LLMClient("judge", EndpointSettings(**settings, api_key_env="ROLE_KEY"))
+    for variable, value in (("sk-secret", ""), ("BAD_KEY", "sk-s\u00e9cret")):
+        monkeypatch.setenv("BAD_KEY", value or "x")
+        with pytest.raises(ValueError) as error:
+            LLMClient("judge", EndpointSettings(**settings, api_key_env=variable))
+        assert "rewards.judge.api_key_env" in str(error.value) and "cret" not in str(error.value)

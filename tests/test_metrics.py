@@ -63,7 +63,7 @@ def test_a_step_without_any_valid_reply_has_no_reward():
 
 
 def test_traces_survive_lone_surrogates(tmp_path):
-    text = "broken \ud83d half, whole \U0001f41d, umlaut \u00e4"
+    text = "broken \ud83d half, \u2028 line, \u0085 line, whole \U0001f41d, umlaut \u00e4"
     _write_rows(tmp_path / "rows.jsonl", [{"text": text}])
     assert read_rows(tmp_path / "rows.jsonl") == [{"text": text}]
     assert "\u00e4" in (tmp_path / "rows.jsonl").read_text(encoding="utf-8")

@@ -18,15 +18,13 @@ from rollout.types import Conversation, Reply, Scenario, Score
 OPENING = 'Hi! I need some help with a short piece: "Keeping bees on a roof". I already know a few things I want in it.'
 
 
-def conversation(
-    *said, ended="turn_limit", finish_reason="stop", reference="The hive is tied down.", opening=OPENING, failure=None
-):
+def conversation(*said, ended="turn_limit", finish_reason="stop", failure=None):
     """The assistant and the user take turns after the opening."""
     roles = ["assistant", "user"]
-    messages = [{"role": "user", "content": opening}]
+    messages = [{"role": "user", "content": OPENING}]
     messages += [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
     replies = tuple(Reply((1,), (2,), (0.0,), text, finish_reason) for text in said[::2])
-    scenario = Scenario("test/0", (messages[0],), "goal", "task", reference, "test", 0)
+    scenario = Scenario("test/0", (messages[0],), "goal", "task", "The hive is tied down.", "test", 0)
     return Conversation(scenario, 0, 0, tuple(messages), 1, replies, ended, failure=failure)
 
 
