@@ -12,6 +12,11 @@ CHUNK_TOKENS = 256
 """Response tokens that go through the head at once: the most logits ever alive is this × vocabulary."""
 
 
+def head_chunks(batch: PackedBatch) -> int:
+    """How many pieces of at most `CHUNK_TOKENS` response tokens a micro-batch needs."""
+    return -(-batch.target_N.numel() // CHUNK_TOKENS)
+
+
 class LogprobModel(nn.Module):
     """A causal language model that answers with log-probs and entropies of a packed batch.
 
@@ -23,10 +28,11 @@ class LogprobModel(nn.Module):
         self.causal_lm = causal_lm
         self.temperature = temperature
 
-    def forward(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: PackedBatch, num_chunks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs [N], entropies [N]): nats, float32, of the tempered distribution logits / temperature.
 
-        Only the states that predict a response token go through the head.
+        Only the states that predict a response token go through the head, in `num_chunks` pieces (`head_chunks`
+        of the batch unless given). Under ZeRO-3 each piece gathers the head, so all ranks must cut into as many.
         """
         states_RLD = self.causal_lm.base_model(
             input_ids=batch.input_ids_RL,
@@ -35,10 +41,11 @@ class LogprobModel(nn.Module):
             use_cache=False,
         ).last_hidden_state
         states_ND = states_RLD.flatten(0, 1)[batch.predictor_N]
+        num_chunks = num_chunks or head_chunks(batch)
         pairs = [
             checkpoint(self._head, states_CD, target_C, use_reentrant=False)
             for states_CD, target_C in zip(
-                states_ND.split(CHUNK_TOKENS), batch.target_N.split(CHUNK_TOKENS), strict=True
+                states_ND.tensor_split(num_chunks), batch.target_N.tensor_split(num_chunks), strict=True
             )
         ]
         return torch.cat([logprobs_C for logprobs_C, _ in pairs]), torch.cat([entropy_C for _, entropy_C in pairs])

@@ -63,9 +63,6 @@ class Ranks:
         """Sums over the ranks, number by number, in float64."""
         return [sum(column) for column in zip(*self.gather(list(numbers)), strict=True)]
 
-    def highest(self, number: int) -> int:
-        return max(self.gather(number))
-
     def leave(self) -> None:
         if dist.is_initialized():  # an engine that closes may have taken the group down already
             dist.destroy_process_group()

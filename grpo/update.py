@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 
 from grpo.config import LossSettings, UpdateSettings
 from grpo.experience import Group
+from grpo.logprobs import head_chunks
 from grpo.loss import aggregation_weights, kl_penalty, policy_loss
 from grpo.packing import (
     PackedBatch,
@@ -56,7 +58,12 @@ class Tally:
 class _MiniBatch:
     micro_batches: list[PackedBatch | None]
     """As many on every rank; None where this rank has nothing and only joins in."""
-    has_gradient: bool
+    head_chunks: list[int]
+    """Of each micro-batch, the same on every rank: ZeRO-3 gathers the head for each."""
+
+    @property
+    def has_gradient(self) -> bool:
+        return bool(self.micro_batches)
 
 
 class Updater:
@@ -96,7 +103,12 @@ class Updater:
         # Before any step is taken: later mini-batches need the log-probs of the weights that sampled them.
         old: list[list[torch.Tensor | None]] = [[None] * len(steps[0].micro_batches)] if steps else []
         for mini_batch in steps[1:]:
-            old.append([self.policy.frozen_logprobs(self._on_device(batch)) for batch in mini_batch.micro_batches])
+            old.append(
+                [
+                    self.policy.frozen_logprobs(self._on_device(batch), chunks)
+                    for batch, chunks in zip(mini_batch.micro_batches, mini_batch.head_chunks, strict=True)
+                ]
+            )
 
         tally, metrics = Tally(), {"update/optimizer_steps": 0.0, "update/skipped_steps": 0.0}
         norms = []
@@ -135,17 +147,21 @@ class Updater:
         planned = plan_micro_batches(
             sequences, max_tokens=self.settings.max_tokens_per_micro_batch, share_prompt=self.settings.share_prompt
         )
-        num_micro_batches = self.ranks.highest(len(planned))
-        idle = [None] * (num_micro_batches - len(planned))
-        return _MiniBatch([*map(pack, planned), *idle], has_gradient=num_micro_batches > 0)
+        packed = [pack(rows) for rows in planned]
+        # Ranks agree on every collective call: on the number of micro-batches, and on how each is cut for the head.
+        shares = self.ranks.gather([head_chunks(batch) for batch in packed])
+        chunks = [max(column) for column in zip_longest(*shares, fillvalue=1)]
+        return _MiniBatch([*packed, *[None] * (len(chunks) - len(packed))], chunks)
 
     def _accumulate(self, mini_batch: _MiniBatch, old_logprobs: Sequence[torch.Tensor | None], tally: Tally) -> None:
         """Adds up the mini-batch's gradient."""
         last = len(mini_batch.micro_batches) - 1
-        for number, (micro_batch, old_N) in enumerate(zip(mini_batch.micro_batches, old_logprobs, strict=True)):
+        for number, (micro_batch, chunks, old_N) in enumerate(
+            zip(mini_batch.micro_batches, mini_batch.head_chunks, old_logprobs, strict=True)
+        ):
             batch = self._on_device(micro_batch)
-            ref_N = self.reference.logprobs(batch) if self.reference else None
-            logprobs_N, entropy_N = self.policy.logprobs(batch)
+            ref_N = self.reference.logprobs(batch, chunks) if self.reference else None
+            logprobs_N, entropy_N = self.policy.logprobs(batch, chunks)
             old_N = logprobs_N.detach() if old_N is None else old_N
             losses = policy_loss(
                 logprobs_N,

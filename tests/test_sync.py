@@ -13,6 +13,7 @@ from grpo.sync import check_gap, max_gap, push_weights
 from tests.tiny import make_model
 from tests.torchrun import torchrun
 
+
 class Weights:
     """A policy of two weights."""
 

@@ -152,9 +152,9 @@ def test_two_steps_with_a_real_user_and_judge(role_server, small_model, tmp_path
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(small_model).chat_template
     assert list((run / "tensorboard").iterdir())
     told = train("-m", "launch.report", run)
-    assert told.returncode == 0 and "paired t" in told.stdout and "after training" in told.stdout, told.stderr
+    assert told.returncode == 0 and "training reward" in told.stdout and "where things are" in told.stdout, told.stderr
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["engine"] == "vllm" and summary["held_out"]["reward"]["n"] == 2
+    assert summary["steps"] == 2 and summary["engine"] == "vllm"
 
 
 def test_an_endpoint_that_does_not_answer_is_named_before_any_model_loads(small_model, tmp_path):

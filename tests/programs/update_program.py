@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from grpo import logprobs
 from grpo.checkpoint import save_model_folder
 from grpo.config import (
     DeepSpeedSettings,
@@ -90,6 +91,7 @@ def run(model: Path, stage: int, dtype: str, out: Path, ranks: Ranks) -> None:
 
 
 def main() -> None:
+    logprobs.CHUNK_TOKENS = 5  # so that ranks need different numbers of chunks, and must agree
     model, out = map(Path, sys.argv[1:3])
     ranks = Ranks.join()
     for case in sys.argv[3:]:
