@@ -35,7 +35,7 @@ def role_server(small_model, tmp_path_factory):
     environment = (
         os.environ
         | QUIET
-        | {"USER_PORT": str(port), "LOG_DIR": str(log), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        | {"USER_PORT": str(port), "LOG_DIR": str(log), "PYTHON": sys.executable, "OMP_NUM_THREADS": "2"}
     )
     with (log / "script.log").open("w") as output:
         script = subprocess.Popen(
@@ -67,7 +67,7 @@ def config_file(folder: Path, model: Path, address: str) -> Path:
     values = {
         "run": {"name": "judged", "folder": str(folder / "runs"), "steps": 2, "save_every": 1},
         "model": {"path": str(model), "dtype": "float32"},
-        "data": {"train": "data/quickstart/rl_train.parquet", "validation": "data/quickstart/rl_validation.parquet"},
+        "data": {"train": "data/quickstart/rl_train.parquet", "validation": None},
         "engine": {"kind": "vllm", "max_context_tokens": 768},
         "rollout": {
             "prompts_per_step": 2,
@@ -82,7 +82,7 @@ def config_file(folder: Path, model: Path, address: str) -> Path:
         "rewards": {
             "weights": {"bleu_score": 1.0, "interactivity": 1.0, "token_amount": -0.1},
             "truncated": 0.0,
-            "judge": role | {"temperature": 0.0, "max_tokens": 512},
+            "judge": role | {"temperature": 0.0, "max_tokens": 256},
             "max_failure_rate": 0.9,  # a judge of this size fails now and then; what it says is not the point here
             "interactivity": {"by": "llm", "step": 0.5},
         },
@@ -90,7 +90,6 @@ def config_file(folder: Path, model: Path, address: str) -> Path:
         "update": {"mini_batch_prompts": 1},
         "optimizer": {"lr": 1e-5},
         "deepspeed": {"stage": 0},
-        "evaluation": {"prompts": 2},
     }
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(values))
@@ -103,7 +102,7 @@ def train(*command: object, threads: str = "1") -> subprocess.CompletedProcess[s
         env=os.environ | QUIET | {"OMP_NUM_THREADS": threads},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=900,
     )
 
 
