@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,3 +68,16 @@ class Ranks:
     def leave(self) -> None:
         if dist.is_initialized():  # an engine that closes may have taken the group down already
             dist.destroy_process_group()
+
+
+def end_process(code: int = 0) -> NoReturn:
+    """Ends a process that was a rank, without taking the interpreter down first.
+
+    Gloo's worker threads outlive `leave` wherever a library holds its group, as DeepSpeed does. One that lets go
+    of a tensor while the interpreter shuts down aborts the process, after a run that succeeded
+    (pytorch/pytorch#179291); and after a fault, the threads of an engine would keep it from ending at all.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

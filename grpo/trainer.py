@@ -21,7 +21,7 @@ from grpo.advantages import group_advantages
 from grpo.checkpoint import save_model_folder
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
-from grpo.experience import play_and_score, trace_rows
+from grpo.experience import Group, play_and_score, trace_rows
 from grpo.metrics import conversation_metrics, sampled_tokens
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
@@ -112,9 +112,7 @@ class Trainer:
         )
         with timer.phase("rollout"):
             groups = self.runner.run(play_and_score(self.parts.rollout, self.parts.scorer, own, plan))
-            self.check_failures(
-                sum(len(group.conversations) for group in groups), [f for group in groups for f in group.failures]
-            )
+            self.check_failures(groups)
 
         # ── advantages ── of all ranks' groups, since batch_std needs them all
         shares = self.ranks.gather([(g.position, [(r.total, r.valid) for r in g.rewards_G]) for g in groups])
@@ -180,23 +178,23 @@ class Trainer:
         )
         if self.recorder:
             self.recorder.evaluation(evaluation)
-        own_rows = evaluation.rows[self.ranks.rank :: self.ranks.world_size]
-        self.check_failures(
-            len(own_rows), [f"{n}: {f}" for row in own_rows for n, f in [*row["score"]["failures"].items()][:1]]
-        )
+        rows = evaluation.rows  # of all ranks
+        failures = [f"{name}: {why}" for row in rows for name, why in [*row["score"]["failures"].items()][:1]]
+        check_failure_rate(len(failures), len(rows), failures, self.config.rewards.max_failure_rate)
         if self.recorder:
             tqdm.write(f"step {step}: held-out reward {evaluation.reward:.3f}")
 
-    def check_failures(self, started: int, failures: Sequence[str]) -> None:
-        """Raises where too many conversations failed, over all ranks: in this step, or in the whole run."""
-        shares = self.ranks.gather((started, list(failures)))
+    def check_failures(self, groups: Sequence[Group]) -> None:
+        """Raises where too many conversations failed, over all ranks: in this step, or in training so far."""
+        own = sum(len(group.conversations) for group in groups), [f for group in groups for f in group.failures]
+        shares = self.ranks.gather(own)
         started = sum(count for count, _ in shares)
-        all_failures = [failure for _, failed in shares for failure in failed]
+        failures = [failure for _, failed in shares for failure in failed]
         self.num_started += started
-        self.num_failed += len(all_failures)
+        self.num_failed += len(failures)
         limit = self.config.rewards.max_failure_rate
-        check_failure_rate(len(all_failures), started, all_failures, limit)
-        check_failure_rate(self.num_failed, self.num_started, all_failures, limit)
+        check_failure_rate(len(failures), started, failures, limit)
+        check_failure_rate(self.num_failed, self.num_started, failures, limit)  # steps may be too small to tell
 
 
 def _peak_gib(device: torch.device) -> float:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from grpo.config import Config
+from grpo.ranks import end_process
 from launch import prepare_data, report, train
 
 CONFIG = Path("configs/quickstart.yaml")
@@ -32,6 +33,7 @@ def main() -> None:
     minutes = (time.time() - started) / 60
     report.report(config.run.folder / config.run.name, {"minutes": minutes})
     print(f"\nquickstart: {minutes:.1f} minutes in all")
+    end_process()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import transformers
 
 from grpo.config import Config, describe_settings, load_config
 from grpo.policy import Policy, Reference
-from grpo.ranks import Ranks
+from grpo.ranks import Ranks, end_process
 from grpo.recorder import RunFolder
 from grpo.trainer import Parts, Trainer
 from rewards.judge import Judge
@@ -62,21 +62,22 @@ def check_inputs(config: Config) -> Inputs:
     check_context(config.model.path, config.engine.max_context_tokens)
     need_reference = "bleu_score" in config.rewards.weights
 
-    def scenarios(path: Path) -> list[Scenario]:
+    def scenarios(path: Path) -> tuple[list[Scenario], int]:
         rows = read_scenarios(path, need_reference=need_reference, user=config.rollout.user.kind)
-        kept, num_dropped = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)
+        kept, longest = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)
+        num_dropped = len(rows) - len(kept)
         say(
             f"{path}: {len(kept)} prompts"
             + (f", {num_dropped} dropped as longer than {config.max_prompt_tokens} tokens" if num_dropped else "")
         )
-        return kept
+        return kept, longest
 
     if config.data.validation and config.data.validation.resolve() == config.data.train.resolve():
         raise ValueError(f"data.validation: {config.data.validation} is the training file; hold other rows out")
-    train = scenarios(config.data.train)
-    validation = scenarios(config.data.validation) if config.data.validation else []
+    train, longest = scenarios(config.data.train)
+    validation, _ = scenarios(config.data.validation) if config.data.validation else ([], 0)
     budget = config.update.max_tokens_per_micro_batch
-    longest = max(len(chat.prompt_ids(scenario.messages)) for scenario in train) + config.rollout.max_reply_tokens
+    longest += config.rollout.max_reply_tokens
     if longest > budget:
         raise ValueError(
             f"update.max_tokens_per_micro_batch: {budget} is less than the longest prompt with its reply, "
@@ -165,6 +166,7 @@ def parse(arguments: list[str] | None = None) -> Config:
 
 def main() -> None:
     run(parse)
+    end_process()
 
 
 def run(read_config: Callable[[], Config]) -> Config:
@@ -182,9 +184,8 @@ def run(read_config: Callable[[], Config]) -> Config:
         traceback.print_exc()
         while isinstance(error, ExceptionGroup):  # of conversations that failed together: the first tells why
             error = error.exceptions[0]
-        print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
-        # Threads of the engine and of other libraries would keep this rank, and so all others, waiting.
-        os._exit(1)
+        print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        end_process(1)
     return config
 
 

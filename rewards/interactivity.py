@@ -33,6 +33,8 @@ _COMMON = frozenset(
     "were what when where which while who why will with work would write writing yes you your hi article draft".split()
 )
 MIN_WORDS, MAX_WORDS, MAX_QUESTIONS, MAX_WORDS_AFTER = 3, 40, 2, 15
+ECHO_RUN = 3
+"""Words in a row that make a quotation of the user."""
 UNFINISHED = 0.75
 """Factor on a reply that was cut off: its reader has to guess the rest."""
 
@@ -40,8 +42,9 @@ UNFINISHED = 0.75
 def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
     """A value in [0, 1] and what it counted, from the conversation's first reply.
 
-    A question counts as worded where it has 3 to 40 words, not the same few over again, and begins, or goes on
-    after a comma, with a question word or an auxiliary. The best worded question decides:
+    A question counts as worded where it has 3 to 40 words, not the same few over again and less than half of them
+    quoted from the user's opening (three in a row or more), and begins, or goes on after a comma, with a question
+    word or an auxiliary. The best worded question decides:
 
     - 1: about the topic: it shares the stem of a content word with the user's opening;
     - 0.75: addressed to the user ("you", "your"), or about the piece ("it", "the article");
@@ -53,7 +56,12 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
     reply = conversation.first_reply
     sentences = [sentence for sentence in _BOUNDARY.split(reply.text) if sentence]
     asked = [number for number, sentence in enumerate(sentences) if asks_something(sentence)]
-    worded = [_words(sentences[number]) for number in asked if _is_worded(sentences[number])]
+    opening = _words(conversation.scenario.messages[-1]["content"])
+    worded = [
+        _words(sentences[number])
+        for number in asked
+        if _is_worded(sentences[number]) and not _echoes(_words(sentences[number]), opening)
+    ]
     topic = topic_stems(conversation.scenario)
     on_topic = sum(bool(topic & set(map(_stem, words))) for words in worded)
     addressed = sum(bool((_READER | _PIECE) & set(words)) for words in worded)
@@ -94,3 +102,11 @@ def _is_worded(question: str) -> bool:
         if beginning and beginning[0] in _ASKING:
             return True
     return False
+
+
+def _echoes(words: list[str], opening: list[str]) -> bool:
+    """Whether at least half of the words stand in runs that the opening holds too: the user's words handed back."""
+    runs = {tuple(opening[i : i + ECHO_RUN]) for i in range(len(opening) - ECHO_RUN + 1)}
+    starts = [i for i in range(len(words) - ECHO_RUN + 1) if tuple(words[i : i + ECHO_RUN]) in runs]
+    echoed = {i + offset for i in starts for offset in range(ECHO_RUN)}
+    return 2 * len(echoed) >= len(words)

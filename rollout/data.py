@@ -151,11 +151,11 @@ def _messages(where: str, prompt: Any) -> tuple[Message, ...]:
 def fit_prompts(
     scenarios: Sequence[Scenario], chat: Chat, settings: DataSettings, path: Path, limit: int
 ) -> tuple[list[Scenario], int]:
-    """Scenarios whose prompts have at most `limit` tokens, and how many were dropped.
+    """Scenarios whose prompts have at most `limit` tokens, and the length of the longest of them.
 
     Raises ValueError naming the first offending row where `overlong_prompts: error`, or where nothing is left.
     """
-    kept = []
+    kept, longest = [], 0
     for scenario in scenarios:
         try:
             length = len(chat.prompt_ids(scenario.messages))
@@ -165,6 +165,7 @@ def fit_prompts(
             ) from error
         if length <= limit:
             kept.append(scenario)
+            longest = max(longest, length)
         elif settings.overlong_prompts == "error":
             raise ValueError(
                 f"{path}, row {scenario.row}: the prompt has {length} tokens, the limit is {limit} "
@@ -173,7 +174,7 @@ def fit_prompts(
             )
     if not kept:
         raise ValueError(f"{path}: every prompt is longer than {limit} tokens; raise data.max_prompt_tokens")
-    return kept, len(scenarios) - len(kept)
+    return kept, longest
 
 
 def steps_per_epoch(num_scenarios: int, prompts_per_step: int) -> int:

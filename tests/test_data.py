@@ -185,14 +185,14 @@ def test_sample_seeds_depend_on_run_step_scenario_sample_and_turn():
     assert max(Counter(seeds).values()) == 1 and sample_seed(*base) == seeds[0]
 
 
-def test_long_prompts_are_refused_or_dropped_and_counted(tmp_path, small_model):
+def test_long_prompts_are_refused_or_dropped(tmp_path, small_model):
     chat = Chat.load(small_model)
     path = jsonl(tmp_path, {"prompt": "short"}, {"prompt": "long " * 200})
     scenarios = read_scenarios(path, need_reference=False)
     with pytest.raises(ValueError, match="rows.jsonl, row 1: the prompt has .* tokens, the limit is 100"):
         fit_prompts(scenarios, chat, DataSettings(train=path), path, 100)
-    kept, num_dropped = fit_prompts(scenarios, chat, DataSettings(train=path, overlong_prompts="drop"), path, 100)
-    assert [scenario.row for scenario in kept] == [0] and num_dropped == 1
+    kept, longest = fit_prompts(scenarios, chat, DataSettings(train=path, overlong_prompts="drop"), path, 100)
+    assert [scenario.row for scenario in kept] == [0] and longest == len(chat.prompt_ids(scenarios[0].messages))
     with pytest.raises(ValueError, match="every prompt is longer than 3 tokens"):
         fit_prompts(scenarios, chat, DataSettings(train=path, overlong_prompts="drop"), path, 3)
 

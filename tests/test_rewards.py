@@ -93,6 +93,8 @@ def test_unrelated_english_already_scores_a_third_of_char_bleu():
         ("What do you want? What do you want? What do you want?", 0.0),
         ("What do you want to say about bees? What do you want to say about bees?", 0.0),
         ("zxq blorp fnord bees gleep roof?", 0.0),
+        ('Can you help with the short piece "Keeping bees on a roof"?', 0.0),
+        ('What should "Keeping bees on a roof" say, and who will read it?', 1.0),
         ("", 0.0),
     ],
 )

@@ -14,7 +14,7 @@ import torch
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
 from grpo.packing import pack, plan_micro_batches
 from grpo.policy import Policy
-from grpo.ranks import Ranks
+from grpo.ranks import Ranks, end_process
 from tests.programs.update_program import fixed_replies
 from tests.test_packing import sequence
 
@@ -71,6 +71,7 @@ def main() -> None:
     if ranks.is_main:
         out.write_text(json.dumps(results))
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

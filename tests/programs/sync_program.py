@@ -14,7 +14,7 @@ import torch
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
 from grpo.packing import TrainSequence, pack, plan_micro_batches
 from grpo.policy import Policy
-from grpo.ranks import Ranks
+from grpo.ranks import Ranks, end_process
 from grpo.sync import push_weights
 from rollout.chat import Chat
 from rollout.engine import SampleRequest, build_engine
@@ -102,6 +102,7 @@ def main() -> None:
         out.write_text(json.dumps(shares))
     engine.close()
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":

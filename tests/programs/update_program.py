@@ -24,7 +24,7 @@ from grpo.config import (
 )
 from grpo.experience import Group
 from grpo.policy import Policy, Reference
-from grpo.ranks import Ranks
+from grpo.ranks import Ranks, end_process
 from grpo.update import Updater
 from rewards.scoring import ReplyReward
 from rollout.types import Conversation, Reply, Scenario
@@ -99,6 +99,7 @@ def main() -> None:
         (out / stage).mkdir(parents=True, exist_ok=True)
         run(model, int(stage), dtype, out / stage / dtype, ranks)
     ranks.leave()
+    end_process()
 
 
 if __name__ == "__main__":
