@@ -51,19 +51,29 @@ def group_advantages(
     if not rewards_PG[valid_PG].isfinite().all():
         raise ValueError("a valid reward is not finite; a failed judgement must be masked, not scored")
 
-    rewards_PG = torch.where(valid_PG, rewards_PG.double(), 0.0)
-    count_P1 = valid_PG.sum(1, keepdim=True)
-    mean_P1 = rewards_PG.sum(1, keepdim=True) / count_P1.clamp(min=1)
-    centred_PG = torch.where(valid_PG, rewards_PG - mean_P1, 0.0)
-    # Two passes: E[x²] − E[x]² leaves a residue where rewards are large and equal.
-    std_P1 = (centred_PG.square().sum(1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
-
+    count_P1, centred_PG, std_P1 = _spread(rewards_PG, valid_PG)
     advantages_PG = centred_PG
     if baseline == "leave_one_out":
         advantages_PG = advantages_PG * count_P1 / (count_P1 - 1).clamp(min=1)
     if scale == "group_std":
         advantages_PG = advantages_PG / (std_P1 + eps)
     elif scale == "batch_std" and valid_PG.sum() > 1:
-        advantages_PG = advantages_PG / (rewards_PG[valid_PG].std() + eps)
-    has_signal_P1 = (count_P1 >= 2) & (std_P1 >= SPREAD_FLOOR)
-    return torch.where(has_signal_P1, advantages_PG, 0.0)
+        advantages_PG = advantages_PG / (rewards_PG[valid_PG].double().std() + eps)
+    return torch.where(has_signal(rewards_PG, valid_PG)[:, None], advantages_PG, 0.0)
+
+
+def has_signal(rewards_PG: torch.Tensor, valid_PG: torch.Tensor) -> torch.Tensor:
+    """Which groups tell their members apart, [P] bool: two valid members or more, and a std of 1e-6 or more."""
+    count_P1, _, std_P1 = _spread(rewards_PG, valid_PG)
+    return ((count_P1 >= 2) & (std_P1 >= SPREAD_FLOOR))[:, 0]
+
+
+def _spread(rewards_PG: torch.Tensor, valid_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(number of valid members [P, 1], rewards less their mean [P, G], sample std [P, 1]), float64."""
+    rewards_PG = torch.where(valid_PG, rewards_PG.double(), 0.0)
+    count_P1 = valid_PG.sum(1, keepdim=True)
+    mean_P1 = rewards_PG.sum(1, keepdim=True) / count_P1.clamp(min=1)
+    centred_PG = torch.where(valid_PG, rewards_PG - mean_P1, 0.0)
+    # Two passes: E[x²] − E[x]² leaves a residue where rewards are large and equal.
+    std_P1 = (centred_PG.square().sum(1, keepdim=True) / (count_P1 - 1).clamp(min=1)).sqrt()
+    return count_P1, centred_PG, std_P1

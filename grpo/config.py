@@ -9,14 +9,16 @@ from __future__ import annotations
 import difflib
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from grpo.loss import Aggregate, KLEstimator, Variant
+from grpo.loss import Aggregate, Clip, Correction, KLEstimator, Variant
+from grpo.presets import PRESETS
 from rewards.settings import RewardSettings
 from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section
 
@@ -43,6 +45,9 @@ class ModelSettings(Section):
     gradient_checkpointing: bool = Field(
         False, description="recompute activations in backward: less memory, a third more time"
     )
+    attention: Literal["auto", "dense"] = Field(
+        "auto", description="mask of rows that several replies share: auto takes FlexAttention on a GPU"
+    )
 
 
 class AdvantageSettings(Section):
@@ -63,7 +68,27 @@ class LossSettings(Section):
     clip_high: float = Field(0.2, gt=0, description="ratio may rise to 1 + clip_high")
     dual_clip: float | None = Field(None, gt=1, description="bound of the loss at negative advantages; null: none")
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL penalty; 0 loads no reference model")
-    kl_estimator: KLEstimator = Field("low_var_kl", description="estimator of the KL penalty")
+    kl_estimator: KLEstimator = Field("low_var_kl", description="estimator of the KL penalty in the loss")
+    kl_placement: Literal["in_loss", "in_reward"] = Field(
+        "in_loss", description="where the penalty goes; in_reward takes its sum over the reply (k1) from the reward"
+    )
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    correction: Correction = Field(
+        "off", description="weight of the policy loss by trainer's ÷ sampler's probability: off, per token or sequence"
+    )
+    correction_cap: float = Field(2.0, gt=0, description="largest such weight")
+
+    @property
+    def clip(self) -> Clip:
+        return Clip(self.clip_low, self.clip_high, self.dual_clip)
+
+    @property
+    def kl_in_loss(self) -> bool:
+        return self.kl_coef > 0 and self.kl_placement == "in_loss"
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.kl_coef > 0 and self.kl_placement == "in_reward"
 
 
 class UpdateSettings(Section):
@@ -100,6 +125,9 @@ class EvaluationSettings(Section):
 
 
 class Config(Section):
+    preset: Literal[None, *PRESETS] = Field(
+        None, description=f"published settings (grpo/presets.py) under the file's: {', '.join(PRESETS)}"
+    )
     run: RunSettings
     model: ModelSettings
     data: DataSettings
@@ -138,18 +166,32 @@ class Config(Section):
         return min(self.data.max_prompt_tokens, self.engine.max_context_tokens - self.rollout.max_reply_tokens)
 
 
+SECTIONS = frozenset(Config.model_fields) - {"preset"}
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads and checks `path`. Raises ValueError, one line per fault, each naming the key and the remedy."""
     values = _read_yaml(path)
     for override in overrides:
         _apply(values, override)
-    values = {name: {} if value is None and name in Config.model_fields else value for name, value in values.items()}
+    values = {name: {} if value is None and name in SECTIONS else value for name, value in values.items()}
+    preset = values.get("preset")
+    values = _merged(PRESETS[preset] if isinstance(preset, str) and preset in PRESETS else {}, values)
     where = f"{path} with {' '.join(overrides)}" if overrides else str(path)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         faults = dict.fromkeys(_fault(fault) for fault in error.errors())
         raise ValueError("\n".join(f"{where}: {fault}" for fault in faults)) from error
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` with what `under` adds to it, section by section."""
+    both = {**under, **over}
+    for name in under.keys() & over.keys():
+        if isinstance(under[name], Mapping) and isinstance(over[name], Mapping):
+            both[name] = _merged(under[name], over[name])
+    return both
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -186,6 +228,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ValueError(f"{override!r} is not an override; write section.key=value")
     *sections, last = key.split(".")
+    if not sections and last == "preset" and text in PRESETS:
+        values.update(_merged(values, deepcopy(PRESETS[text])), preset=text)
+        return
+    if not sections and last == "preset":
+        values["preset"] = text  # refused with all other faults
+        return
     if not sections:
         if last not in Config.model_fields:
             raise ValueError(f"{key}: {_unknown(last, Config)}")

@@ -91,6 +91,7 @@ def trace_rows(group: Group, step: int, advantages_G: Sequence[float]) -> list[d
                         "means": dict(reward.means),
                         "weighted": dict(reward.weighted),
                         "clamped": dict(reward.clamped),
+                        "overlong": reward.overlong,
                     },
                     "advantage": advantage,
                 }

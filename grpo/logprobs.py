@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from grpo.attention import PackedAttention
 from grpo.packing import PackedBatch
 
 CHUNK_TOKENS = 256
@@ -23,10 +26,19 @@ class LogprobModel(nn.Module):
     A module of its own so that DeepSpeed wraps it and its hooks gather what each part needs.
     """
 
-    def __init__(self, causal_lm: nn.Module, temperature: float):
+    def __init__(
+        self,
+        causal_lm: nn.Module,
+        attention: PackedAttention,
+        temperature: float,
+        *,
+        entropy_has_gradient: bool = False,
+    ):
         super().__init__()
         self.causal_lm = causal_lm
+        self.attention = attention
         self.temperature = temperature
+        self.entropy_has_gradient = entropy_has_gradient
 
     def forward(self, batch: PackedBatch, num_chunks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs [N], entropies [N]): nats, float32, of the tempered distribution logits / temperature.
@@ -36,7 +48,7 @@ class LogprobModel(nn.Module):
         """
         states_RLD = self.causal_lm.base_model(
             input_ids=batch.input_ids_RL,
-            attention_mask=batch.attention_mask(),
+            attention_mask=self.attention.mask(batch),
             position_ids=batch.position_ids_RL,
             use_cache=False,
         ).last_hidden_state
@@ -51,9 +63,10 @@ class LogprobModel(nn.Module):
         return torch.cat([logprobs_C for logprobs_C, _ in pairs]), torch.cat([entropy_C for _, entropy_C in pairs])
 
     def _head(self, states_CD: torch.Tensor, target_C: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_CV = self.causal_lm.get_output_embeddings()(states_CD).float() / self.temperature
+        logits_CV = self.causal_lm.get_output_embeddings()(states_CD)
+        logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / self.temperature
         log_partition_C = logits_CV.logsumexp(-1)
         logprobs_C = logits_CV.gather(-1, target_C[:, None])[:, 0] - log_partition_C
-        with torch.no_grad():  # logged, never trained on
+        with nullcontext() if self.entropy_has_gradient else torch.no_grad():  # else it is only logged
             entropy_C = log_partition_C - (logits_CV.softmax(-1) * logits_CV).sum(-1)
         return logprobs_C, entropy_C

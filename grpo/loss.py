@@ -2,12 +2,14 @@
 
 Everything here is a pure function of flat tensors. Suffixes: N response tokens (flat over the batch),
 S sequences. Log-probs are in nats, of the tempered distribution. A token's final loss is
-`weight · (policy + kl_coef · kl)`, summed: the weights of `aggregation_weights` carry the denominators
-of the *whole optimizer step*, so any split into micro-batches and ranks adds up to the same gradient.
+`weight · (correction · policy + kl_coef · kl − entropy_coef · entropy)`, summed: the weights of
+`aggregation_weights` carry the denominators of the *whole optimizer step*, so any split into
+micro-batches and ranks adds up to the same gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +17,7 @@ import torch
 
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Variant = Literal["grpo", "gspo", "cispo"]
+Correction = Literal["off", "token", "sequence"]
 Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -45,6 +48,15 @@ class PolicyLoss:
     clipped_high_N: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Bounds of the ratio ρ: 1 − low, 1 + high, and the factor of the dual clip where there is one."""
+
+    low: float = 0.2
+    high: float = 0.2
+    dual: float | None = None
+
+
 def policy_loss(
     logprobs_N: torch.Tensor,
     old_logprobs_N: torch.Tensor,
@@ -52,50 +64,109 @@ def policy_loss(
     sequence_N: torch.Tensor,
     *,
     variant: Variant = "grpo",
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float | None = None,
+    clip: Clip = Clip(),
 ) -> PolicyLoss:
-    """Loss per token, before aggregation; with ρ = exp(logp − old) and A the sequence's advantage:
+    """Loss per token, before aggregation, of one of `VARIANTS`.
 
-    - `grpo`: −min(ρA, clip(ρ, 1 − low, 1 + high)·A) (PPO, arXiv:1707.06347 eq. 7; a larger `clip_high` is
-      DAPO's clip-higher, arXiv:2503.14476 eq. 10). With `dual_clip=c`, no larger than −cA where A < 0
-      (arXiv:1912.09729 eq. 5).
-    - `gspo`: the same with ρ = exp(mean over the sequence of logp − old), whose gradient goes to each token
-      (arXiv:2507.18071 eq. 14).
-    - `cispo`: −stop_grad(clip(ρ, 1 − low, 1 + high)) · A · logp (arXiv:2506.13585 eq. 4).
-
-    `sequence_N` numbers the sequence of each token from 0; only `gspo` reads it, and needs every sequence
-    whole.
+    `sequence_N` numbers the sequence of each token; only `gspo` reads it, and needs every sequence whole.
     """
-    if variant == "gspo":
-        ratio_N = _sequence_ratio(logprobs_N, old_logprobs_N, sequence_N)
-    elif variant in ("grpo", "cispo"):
-        ratio_N = (logprobs_N - old_logprobs_N).exp()
-    else:
-        raise ValueError(f"unknown loss variant {variant!r}; known: grpo, gspo, cispo")
-    bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
-    low_N, high_N = ratio_N < 1 - clip_low, ratio_N > 1 + clip_high
+    if variant not in VARIANTS:
+        raise ValueError(f"unknown loss variant {variant!r}; known: {', '.join(VARIANTS)}")
+    return VARIANTS[variant](logprobs_N, old_logprobs_N, advantages_N, sequence_N, clip)
 
-    if variant == "cispo":
-        return PolicyLoss(-bounded_N.detach() * advantages_N * logprobs_N, low_N, high_N)
+
+def grpo(
+    logprobs_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    clip: Clip,
+) -> PolicyLoss:
+    """−min(ρA, clip(ρ, 1 − low, 1 + high)·A) with ρ = exp(logp − old): PPO's clipping, per token.
+
+    arXiv:1707.06347 eq. 7; a larger `clip.high` is DAPO's clip-higher, arXiv:2503.14476 eq. 10. With
+    `clip.dual=c`, no larger than −cA where A < 0 (arXiv:1912.09729 eq. 5).
+    """
+    return _clipped((logprobs_N - old_logprobs_N).exp(), advantages_N, clip)
+
+
+def gspo(
+    logprobs_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    clip: Clip,
+) -> PolicyLoss:
+    """`grpo` with the sequence's ratio: ρ = exp(mean over the sequence of logp − old).
+
+    Each token holds the sequence's ratio with the gradient of its own log-prob (arXiv:2507.18071 eq. 14).
+    """
+    mean_N = sequence_mean((logprobs_N - old_logprobs_N).detach(), sequence_N)
+    return _clipped((mean_N + logprobs_N - logprobs_N.detach()).exp(), advantages_N, clip)
+
+
+def cispo(
+    logprobs_N: torch.Tensor,
+    old_logprobs_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    clip: Clip,
+) -> PolicyLoss:
+    """−stop_grad(clip(ρ, 1 − low, 1 + high)) · A · logp: every token keeps a gradient (arXiv:2506.13585 eq. 4)."""
+    ratio_N = (logprobs_N - old_logprobs_N).exp().detach()
+    bounded_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
+    return PolicyLoss(-bounded_N * advantages_N * logprobs_N, ratio_N < 1 - clip.low, ratio_N > 1 + clip.high)
+
+
+VARIANTS: dict[str, Callable[..., PolicyLoss]] = {"grpo": grpo, "gspo": gspo, "cispo": cispo}
+"""Every policy loss there is. A new one is a function above, its name here and in `Variant`."""
+
+
+def _clipped(ratio_N: torch.Tensor, advantages_N: torch.Tensor, clip: Clip) -> PolicyLoss:
+    bounded_N = ratio_N.clamp(1 - clip.low, 1 + clip.high)
     loss_N = torch.maximum(-ratio_N * advantages_N, -bounded_N * advantages_N)
-    clipped_low_N = low_N & (advantages_N < 0)
-    if dual_clip is not None:
-        bound_N = -dual_clip * advantages_N
-        clipped_low_N = clipped_low_N | ((advantages_N < 0) & (loss_N > bound_N))
-        loss_N = torch.where(advantages_N < 0, torch.minimum(loss_N, bound_N), loss_N)
-    return PolicyLoss(loss_N, clipped_low_N, high_N & (advantages_N > 0))
+    is_bad_N = advantages_N < 0
+    low_N, high_N = (ratio_N < 1 - clip.low) & is_bad_N, (ratio_N > 1 + clip.high) & (advantages_N > 0)
+    if clip.dual is not None:
+        bound_N = -clip.dual * advantages_N
+        low_N = low_N | (is_bad_N & (loss_N > bound_N))
+        loss_N = torch.where(is_bad_N, torch.minimum(loss_N, bound_N), loss_N)
+    return PolicyLoss(loss_N, low_N, high_N)
 
 
-def _sequence_ratio(logprobs_N: torch.Tensor, old_logprobs_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
-    """GSPO's ratio at each token: the sequence's value, with the gradient of the token's own log-prob."""
-    difference_N = (logprobs_N - old_logprobs_N).detach()
+def sampling_correction(
+    old_logprobs_N: torch.Tensor,
+    sampler_logprobs_N: torch.Tensor,
+    sequence_N: torch.Tensor,
+    *,
+    mode: Correction,
+    cap: float,
+) -> torch.Tensor:
+    """Weight per token of the policy loss, detached: how much likelier the trainer finds what the sampler drew.
+
+    Engine and trainer compute the same model with different kernels, so the sampler is slightly off-policy.
+
+    - `token`: min(exp(old − sampler), cap), truncated importance sampling (https://fengyao.notion.site/off-policy-rl).
+    - `sequence`: the same with the mean over the sequence, the geometric mean of its ratios.
+    - `off`: 1.
+    """
+    difference_N = (old_logprobs_N - sampler_logprobs_N).detach()
+    if mode == "off":
+        return torch.ones_like(difference_N)
+    if mode == "sequence":
+        difference_N = sequence_mean(difference_N, sequence_N)
+    return difference_N.exp().clamp(max=cap)
+
+
+def sequence_mean(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
+    """At each token, the mean of `values_N` over the tokens of its sequence."""
+    return (sequence_sums(values_N, sequence_N) / sequence_N.bincount().clamp(min=1))[sequence_N]
+
+
+def sequence_sums(values_N: torch.Tensor, sequence_N: torch.Tensor) -> torch.Tensor:
+    """Sums [S] of `values_N` over each sequence, by its number; 0 for numbers that do not occur."""
     num_sequences = int(sequence_N.max()) + 1 if sequence_N.numel() else 0
-    total_S = difference_N.new_zeros(num_sequences).index_add(0, sequence_N, difference_N)
-    length_S = sequence_N.bincount(minlength=num_sequences).clamp(min=1)
-    mean_N = (total_S / length_S)[sequence_N]
-    return (mean_N + logprobs_N - logprobs_N.detach()).exp()
+    return values_N.new_zeros(num_sequences).index_add(0, sequence_N, values_N)
 
 
 def aggregation_weights(

@@ -30,6 +30,8 @@ class TrainSequence:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
+    number: int
+    """Tells it from the others of its mini-batch, from 0."""
     advantage: float
     weight: float
     """Of each of its tokens in the step's loss (`grpo.loss.aggregation_weights`)."""
@@ -47,7 +49,7 @@ class PackedBatch:
     target_N: torch.Tensor
     """The response token ids."""
     sequence_N: torch.Tensor
-    """Which sequence of the micro-batch token n belongs to, from 0."""
+    """`TrainSequence.number` of token n."""
     sampler_logprobs_N: torch.Tensor
     advantages_N: torch.Tensor
     weights_N: torch.Tensor
@@ -74,13 +76,13 @@ class _Row:
 
 
 def plan_micro_batches(
-    sequences: Sequence[TrainSequence], *, max_tokens: int, share_prompt: bool = True
+    sequences: Sequence[TrainSequence], *, max_tokens: int, share_prompt: bool = True, pair_cost: float = 0.0
 ) -> list[list[_Row]]:
     """Rows, then micro-batches of rows: neither longer than `max_tokens` (padding counted).
 
-    With `share_prompt`, sequences with the same prompt share rows, and a group that does not fit one row
-    is split. Every sequence lands in exactly one row. Raises ValueError for an empty response, and for a
-    sequence longer than the budget.
+    With `share_prompt`, sequences with the same prompt share rows: as few rows as is cheapest, where a row of L
+    tokens costs L + `pair_cost` · L². Every sequence lands in exactly one row. Raises ValueError for an empty
+    response, and for a sequence longer than the budget.
     """
     for sequence in sequences:
         length = len(sequence.prompt_ids) + len(sequence.response_ids)
@@ -91,9 +93,12 @@ def plan_micro_batches(
                 f"update.max_tokens_per_micro_batch: {max_tokens} is less than one sequence of {length} tokens; "
                 "raise it"
             )
-    rows = sorted(_rows(sequences, max_tokens, share_prompt), key=len)
+    groups: dict[object, list[TrainSequence]] = {}
+    for sequence in sequences:
+        groups.setdefault(sequence.prompt_ids if share_prompt else sequence.number, []).append(sequence)
+    rows = [row for siblings in groups.values() for row in _cheapest_rows(siblings, max_tokens, pair_cost)]
     micro_batches: list[list[_Row]] = []
-    for row in rows:  # ascending lengths: the newest row is the longest, so it sets the padded size
+    for row in sorted(rows, key=len):  # ascending lengths: the newest row is the longest, so it sets the padded size
         if micro_batches and (len(micro_batches[-1]) + 1) * len(row) <= max_tokens:
             micro_batches[-1].append(row)
         else:
@@ -101,29 +106,27 @@ def plan_micro_batches(
     return micro_batches
 
 
-def _rows(sequences: Sequence[TrainSequence], max_tokens: int, share_prompt: bool) -> list[_Row]:
-    if not share_prompt:
-        return [_Row(sequence.prompt_ids, (sequence,)) for sequence in sequences]
-    by_prompt: dict[tuple[int, ...], list[TrainSequence]] = {}
-    for sequence in sequences:
-        by_prompt.setdefault(sequence.prompt_ids, []).append(sequence)
-    rows = []
-    for prompt_ids, siblings in by_prompt.items():
-        taken: list[TrainSequence] = []
-        length = len(prompt_ids)
-        for sequence in siblings:
-            if taken and length + len(sequence.response_ids) > max_tokens:
-                rows.append(_Row(prompt_ids, tuple(taken)))
-                taken, length = [], len(prompt_ids)
-            taken.append(sequence)
-            length += len(sequence.response_ids)
-        rows.append(_Row(prompt_ids, tuple(taken)))
-    return rows
+def _cheapest_rows(siblings: Sequence[TrainSequence], max_tokens: int, pair_cost: float) -> list[_Row]:
+    """The siblings in 1, 2, 3 … rows of about equal length, whichever number costs least and fits."""
+
+    def cost(rows: list[_Row]) -> float:
+        return sum(len(row) + pair_cost * len(row) ** 2 for row in rows)
+
+    candidates = (_even_rows(siblings, number) for number in range(1, len(siblings) + 1))
+    return min((rows for rows in candidates if max(map(len, rows)) <= max_tokens), key=cost)
 
 
-def pack(rows: Sequence[_Row]) -> PackedBatch:
-    """The tensors of one micro-batch of `plan_micro_batches`."""
-    length = max(len(row) for row in rows)
+def _even_rows(siblings: Sequence[TrainSequence], number: int) -> list[_Row]:
+    """Longest first, each to the row that is shortest so far."""
+    parts: list[list[TrainSequence]] = [[] for _ in range(number)]
+    for sequence in sorted(siblings, key=lambda sequence: -len(sequence.response_ids)):
+        min(parts, key=lambda part: sum(len(taken.response_ids) for taken in part)).append(sequence)
+    return [_Row(siblings[0].prompt_ids, tuple(part)) for part in parts]
+
+
+def pack(rows: Sequence[_Row], multiple: int = 1) -> PackedBatch:
+    """The tensors of one micro-batch of `plan_micro_batches`, its rows padded to a multiple of `multiple` tokens."""
+    length = -(-max(len(row) for row in rows) // multiple) * multiple
     shape = (len(rows), length)
     input_ids_RL, position_ids_RL = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     segment_RL = torch.full(shape, PADDING)
@@ -149,7 +152,7 @@ def pack(rows: Sequence[_Row]) -> PackedBatch:
         segment_RL=segment_RL,
         predictor_N=torch.tensor(predictors),
         target_N=torch.tensor([token for sequence in flat for token in sequence.response_ids]),
-        sequence_N=torch.arange(len(flat)).repeat_interleave(lengths),
+        sequence_N=torch.tensor([sequence.number for sequence in flat]).repeat_interleave(lengths),
         sampler_logprobs_N=torch.tensor([logprob for sequence in flat for logprob in sequence.sampler_logprobs]),
         advantages_N=torch.tensor([sequence.advantage for sequence in flat]).repeat_interleave(lengths),
         weights_N=torch.tensor([sequence.weight for sequence in flat]).repeat_interleave(lengths),
@@ -158,5 +161,5 @@ def pack(rows: Sequence[_Row]) -> PackedBatch:
 
 def idle_batch() -> PackedBatch:
     """What a rank without work runs, so that it joins every collective call of the others: weight 0."""
-    nothing = TrainSequence((0,), (0,), (0.0,), advantage=0.0, weight=0.0)
+    nothing = TrainSequence((0,), (0,), (0.0,), number=0, advantage=0.0, weight=0.0)
     return pack([_Row(nothing.prompt_ids, (nothing,))])

@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 import deepspeed
 from transformers.integrations import HfDeepSpeedConfig
 
+from grpo.attention import PackedAttention, choose_attention
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
 from grpo.logprobs import LogprobModel
 from grpo.packing import PackedBatch
@@ -50,6 +51,7 @@ class Policy:
         *,
         temperature: float,
         total_steps: int,
+        entropy_has_gradient: bool = False,
         ranks: Ranks,
     ):
         self.ranks = ranks
@@ -60,11 +62,11 @@ class Policy:
         self.num_skipped_in_a_row = 0
         self.dtype = getattr(torch, model.dtype)
         config = deepspeed_config(model, optimizer, zero)
-        causal_lm = _load(model, config, zero.stage)
+        causal_lm, self.attention = _load(model, config, zero.stage, ranks.device)
         self.tied = bool(causal_lm.config.tie_word_embeddings)
         if model.gradient_checkpointing:
             causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        module = LogprobModel(causal_lm, temperature)
+        module = LogprobModel(causal_lm, self.attention, temperature, entropy_has_gradient=entropy_has_gradient)
         adamw = torch.optim.AdamW(
             _decay_groups(module, optimizer.weight_decay), lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps
         )
@@ -160,7 +162,8 @@ class Reference:
     def __init__(self, model: ModelSettings, zero: DeepSpeedSettings, *, temperature: float, ranks: Ranks):
         stage = 3 if zero.stage == 3 else 0  # without an optimizer only the weights are left to shard
         config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": model.dtype == "bfloat16"}} | MICRO_BATCH
-        module = LogprobModel(_load(model, config, stage).requires_grad_(False), temperature).eval()
+        causal_lm, attention = _load(model, config, stage, ranks.device)
+        module = LogprobModel(causal_lm.requires_grad_(False), attention, temperature).eval()
         if stage == 3:
             self.module, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
         else:
@@ -183,7 +186,9 @@ def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: D
     }
 
 
-def _load(model: ModelSettings, config: dict[str, Any], stage: int) -> torch.nn.Module:
+def _load(
+    model: ModelSettings, config: dict[str, Any], stage: int, device: torch.device
+) -> tuple[torch.nn.Module, PackedAttention]:
     deepspeed.init_distributed(dist_init_required=False)  # over the group that Ranks.join made
     # Alive while the model loads, it makes from_pretrained hand each rank only its shard.
     sharding = HfDeepSpeedConfig(config) if stage == 3 else None
@@ -191,11 +196,15 @@ def _load(model: ModelSettings, config: dict[str, Any], stage: int) -> torch.nn.
     for name, value in architecture.to_dict().items():
         if isinstance(value, float) and name.endswith(("dropout", "_pdrop")):
             setattr(architecture, name, 0.0)  # the sampler has none, so the ratios must not either
+    attention = choose_attention(architecture, device, model.attention)
     causal_lm = AutoModelForCausalLM.from_pretrained(
-        model.path, config=architecture, dtype=getattr(torch, model.dtype), attn_implementation="sdpa"
+        model.path,
+        config=architecture,
+        dtype=getattr(torch, model.dtype),
+        attn_implementation=attention.implementation,
     )
     del sharding
-    return causal_lm
+    return causal_lm, attention
 
 
 def _decay_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

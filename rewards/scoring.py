@@ -2,21 +2,21 @@
 
 `Scorer.submit` takes a conversation the moment it ends, while others still talk; `finish` waits for the
 judgements. Per reply, in this order: the mean over its valid conversations, times the weight, clamped,
-summed.
+summed, less the penalty for coming close to its token limit.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
 from rewards.bleu import bleu
 from rewards.interactivity import rubric
 from rewards.judge import Judge
-from rewards.settings import RewardSettings
+from rewards.settings import RewardSettings, SoftOverlongSettings
 from rewards.tokens import token_amount
 from rollout.chat import Chat
 from rollout.llm_client import LLMError
@@ -38,12 +38,15 @@ class ReplyReward:
     weighted: Mapping[str, float]
     """The means times their weights."""
     clamped: Mapping[str, float]
-    """The weighted means within the clamp; they sum to the total."""
+    """The weighted means within the clamp; they sum to the total plus the overlong penalty."""
+    overlong: float = 0.0
+    """Penalty for coming close to the token limit."""
 
 
 class Scorer:
-    def __init__(self, settings: RewardSettings, chat: Chat, judge: Judge | None):
+    def __init__(self, settings: RewardSettings, chat: Chat, judge: Judge | None, *, max_reply_tokens: int):
         self.settings = settings
+        self.max_reply_tokens = max_reply_tokens
         self.chat = chat
         self.judge = judge
         self._tasks: dict[tuple[str, int, int], asyncio.Task[Score]] = {}
@@ -105,7 +108,11 @@ class Scorer:
         if is_truncated(conversations[0]) and truncated != "score":
             valid = truncated != "mask"
             return ReplyReward(float(truncated) if valid else float("nan"), valid, {}, {}, {})
-        return combine(scores, self.settings.weights, self.settings.clamp)
+        reward = combine(scores, self.settings.weights, self.settings.clamp)
+        penalty = soft_overlong(
+            len(conversations[0].first_reply.token_ids), self.max_reply_tokens, self.settings.soft_overlong
+        )
+        return replace(reward, total=reward.total - penalty, overlong=penalty) if reward.valid and penalty else reward
 
 
 def combine(scores: Sequence[Score], weights: Mapping[str, float], clamp: tuple[float, float] | None) -> ReplyReward:
@@ -124,6 +131,16 @@ def combine(scores: Sequence[Score], weights: Mapping[str, float], clamp: tuple[
     low, high = clamp or (float("-inf"), float("inf"))
     clamped = {name: min(max(value, low), high) for name, value in weighted.items()}
     return ReplyReward(sum(clamped.values()), True, means, weighted, clamped)
+
+
+def soft_overlong(num_tokens: int, max_tokens: int, settings: SoftOverlongSettings) -> float:
+    """0 up to (1 − buffer) of the limit, then linear up to `penalty` at the limit.
+
+    >>> soft_overlong(90, 100, SoftOverlongSettings(buffer=0.2, penalty=1.0))
+    0.5
+    """
+    buffer = settings.buffer * max_tokens
+    return settings.penalty * max(0.0, (num_tokens - (max_tokens - buffer)) / buffer)
 
 
 async def score_batch(scorer: Scorer, conversations: Sequence[Conversation]) -> list[Score]:

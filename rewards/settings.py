@@ -39,6 +39,13 @@ class TokenAmountSettings(Section):
     )
 
 
+class SoftOverlongSettings(Section):
+    """A penalty that grows from 0 to `penalty` over the last part of the reply limit (arXiv:2503.14476 eq. 13)."""
+
+    buffer: float = Field(0.2, gt=0, le=1, description="fraction of rollout.max_reply_tokens over which it grows")
+    penalty: float = Field(0.0, ge=0, description="taken from the reward of a reply that reaches the limit; 0: none")
+
+
 class RewardSettings(Section):
     weights: dict[str, float] = Field(description="component → weight; components not named are off")
     clamp: tuple[float, float] | None = Field(
@@ -48,6 +55,7 @@ class RewardSettings(Section):
         0.0,
         description="reward of a first reply cut by its token limit: a number, score (as it is), or mask (invalid)",
     )
+    soft_overlong: SoftOverlongSettings = SoftOverlongSettings()
     max_failure_rate: float = Field(
         0.1, ge=0, le=1, description="failed ÷ started conversations; above it the run stops"
     )

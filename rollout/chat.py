@@ -115,8 +115,6 @@ def check_context(folder: Path, max_context_tokens: int) -> None:
     unsupported = [
         name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, name, None)
     ]
-    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or []):
-        unsupported.append("layer_types with other than full attention")
     if unsupported:
         raise ValueError(
             f"model.path: {folder} has {', '.join(unsupported)}, which the trainer does not compute; take another"

@@ -198,6 +198,13 @@ def batch_rows(step: int, num_scenarios: int, prompts_per_step: int, seed: int) 
     return order[batch * prompts_per_step : (batch + 1) * prompts_per_step]
 
 
+def spare_rows(step: int, num_scenarios: int, rows: Sequence[int], seed: int) -> list[int]:
+    """The scenarios that are not in step `step`'s batch `rows`, in a seeded order: who refills takes the first."""
+    spare = sorted(set(range(num_scenarios)) - set(rows))
+    random.Random(f"spare/{seed}/{step}").shuffle(spare)
+    return spare
+
+
 def sample_seed(run_seed: int, step: int, scenario: int, sample: int, turn: int) -> int:
     """Seed of one sampled message: a function of what it is, not of who samples it or beside what."""
     return random.Random(f"sample/{run_seed}/{step}/{scenario}/{sample}/{turn}").getrandbits(31)

@@ -81,6 +81,12 @@ class UserSettings(Section):
         return self
 
 
+class DynamicSamplingSettings(Section):
+    max_rounds: int = Field(
+        0, ge=0, description="times that groups without signal are replaced by those of other prompts, in a step"
+    )
+
+
 class RolloutSettings(Section):
     prompts_per_step: int = Field(16, ge=1, description="prompts; sampled per step over all ranks")
     group_size: int = Field(8, ge=2, description="replies per prompt")
@@ -96,6 +102,7 @@ class RolloutSettings(Section):
         True,
         description="judge through the assistant's last message; false ends on the user as the published recipe did",
     )
+    dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
     user: UserSettings = Field(description="the simulated user")
 
     @property

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from grpo.advantages import group_advantages
+from grpo.advantages import group_advantages, has_signal
 
 
 def advantages(rewards, valid=None, **options):
@@ -95,6 +95,26 @@ def test_adding_a_constant_to_all_rewards_changes_nothing(rewards, constant):
     torch.testing.assert_close(
         advantages(rewards, scale="none"), advantages(shifted, scale="none"), atol=1e-5, rtol=1e-5
     )
+
+
+@given(groups, st.floats(0.5, 20))
+def test_multiplied_rewards_change_unscaled_advantages_alone(rewards, factor):
+    # Away from the floor below which a group has no signal, where scaling decides what counts.
+    rewards = [[reward + 3 * place for place, reward in enumerate(group)] for group in rewards]
+    rewards = [group for group in rewards if torch.tensor(group).std() > 0.1]
+    if not rewards:
+        return
+    scaled = [[factor * reward for reward in group] for group in rewards]
+    for scale, expected in (("none", factor), ("group_std", 1.0), ("batch_std", 1.0)):
+        torch.testing.assert_close(
+            advantages(scaled, scale=scale), expected * advantages(rewards, scale=scale), atol=1e-4, rtol=1e-4
+        )
+
+
+def test_a_group_has_signal_where_two_valid_members_differ():
+    rewards = torch.tensor([[1.0, 0, 0], [0.5, 0.5, 0.5], [1.0, 0, 0], [1.0, 0, 7.0]])
+    valid = torch.tensor([[True, True, True], [True, True, True], [False, True, True], [False, True, False]])
+    assert has_signal(rewards, valid).tolist() == [True, False, False, False]
 
 
 def test_inputs_are_left_as_they_were():

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from grpo.config import load_config
+from grpo.presets import PRESETS
 from launch.train import check_inputs
 from rollout.chat import check_context
 
@@ -114,6 +115,36 @@ def test_a_bad_override_is_explained(override, message):
     with pytest.raises(ValueError) as error:
         load_config(QUICKSTART, [override])
     assert message in str(error.value)
+
+
+def test_a_preset_lies_under_the_file_and_over_it_on_the_command_line(tmp_path):
+    path = write(tmp_path, preset="dapo", loss={"clip_high": 0.3})
+    config = load_config(path)
+    assert config.loss.clip_high == 0.3 and config.rollout.dynamic_sampling.max_rounds == 3
+    assert config.rollout.prompts_per_step == load_config(QUICKSTART).rollout.prompts_per_step
+    over = load_config(path, ["preset=dr_grpo", "loss.clip_low=0.1"])
+    assert over.loss.aggregate == "seq_mean_token_sum_norm" and over.advantage.scale == "none"
+    assert over.loss.clip_high == 0.2 and over.loss.clip_low == 0.1
+    assert PRESETS["dr_grpo"]["loss"]["clip_low"] == 0.2
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_valid_and_sets_what_it_says(preset):
+    values = load_config(QUICKSTART, [f"preset={preset}"]).model_dump()
+    for section, settings in PRESETS[preset].items():
+        for key, value in settings.items():
+            assert values[section][key] == value
+
+
+def test_an_unknown_preset_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="preset: 'dappo' will not do: .*'dapo'"):
+        load_config(QUICKSTART, ["preset=dappo"])
+
+
+def test_the_recipe_is_its_preset():
+    recipe = load_config(Path("configs/medium_qwen3_4b.yaml"))
+    over = load_config(Path("configs/medium_qwen3_4b.yaml"), ["preset=collabllm"])
+    assert over.model_dump(exclude={"preset"}) == recipe.model_dump(exclude={"preset"})
 
 
 def test_unreadable_files_are_named(tmp_path):

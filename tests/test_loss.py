@@ -6,8 +6,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from grpo.loss import aggregation_weights, kl_penalty, policy_loss
+from grpo.loss import Clip, aggregation_weights, kl_penalty, policy_loss, sampling_correction
 
 LN2 = math.log(2)
 
@@ -69,16 +71,16 @@ def test_the_pessimistic_side_is_never_clipped():
 
 
 def test_clip_higher_moves_only_the_upper_bound():
-    close(loss(1.25, 1.0, clip_high=0.28).loss_N, -1.25)
-    close(loss(0.5, -1.0, clip_high=0.28).loss_N, 0.8)
+    close(loss(1.25, 1.0, clip=Clip(high=0.28)).loss_N, -1.25)
+    close(loss(0.5, -1.0, clip=Clip(high=0.28)).loss_N, 0.8)
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens():
     close(loss(5.0, -2.0).loss_N, 10)
-    result = loss(5.0, -2.0, dual_clip=3.0)
+    result = loss(5.0, -2.0, clip=Clip(dual=3.0))
     close(result.loss_N, 6)
     assert result.clipped_low_N.item()
-    close(loss(5.0, 2.0, dual_clip=3.0).loss_N, -2.4)
+    close(loss(5.0, 2.0, clip=Clip(dual=3.0)).loss_N, -2.4)
 
 
 def test_gspo_uses_the_geometric_mean_of_the_sequence():
@@ -136,3 +138,78 @@ def test_aggregation_by_hand(aggregate, expected):
 def test_an_empty_step_has_a_denominator_of_one():
     weights_S = aggregation_weights(torch.tensor([2]), "token_mean", step_tokens=0, step_sequences=0, max_tokens=1)
     assert weights_S.item() == 1
+
+
+# ── sampler and trainer ──
+
+# Sequence 0 has ratios 2 and 8 (geometric mean 4), sequence 1 has 1/2.
+OLD, SAMPLER, SEQUENCE = tensor(LN2, 3 * LN2, -LN2), tensor(0.0, 0, 0), torch.tensor([0, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("mode", "cap", "expected"),
+    [("off", 2.0, (1, 1, 1)), ("token", 2.0, (2, 2, 0.5)), ("token", 5.0, (2, 5, 0.5)), ("sequence", 9.0, (4, 4, 0.5))],
+)
+def test_the_correction_weighs_by_how_much_likelier_the_trainer_finds_a_token(mode, cap, expected):
+    close(sampling_correction(OLD, SAMPLER, SEQUENCE, mode=mode, cap=cap), *expected)
+
+
+def test_the_correction_has_no_gradient():
+    old = OLD.clone().requires_grad_()
+    assert not sampling_correction(old, SAMPLER, SEQUENCE, mode="sequence", cap=2.0).requires_grad
+
+
+# ── properties ──
+
+
+def uneven(seed):
+    """Log-probs, old ones, advantages and sequence numbers of three sequences of 1, 4 and 3 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(8, generator=generator, dtype=torch.float64)
+    logprobs = old + 0.6 * (torch.rand(8, generator=generator, dtype=torch.float64) - 0.5)
+    sequence = torch.tensor([0, 1, 1, 1, 1, 4, 4, 4])
+    advantages = torch.randn(5, generator=generator, dtype=torch.float64)[sequence]
+    return logprobs, old, advantages, sequence
+
+
+def surrogate(variant, logprobs, frozen, old, advantages, sequence, clip):
+    """The scalar whose gradient a variant claims, with the parts under stop-gradient read from `frozen`."""
+    ratio = (logprobs - old).exp()
+    if variant == "cispo":
+        return -((frozen - old).exp().clamp(1 - clip.low, 1 + clip.high) * advantages * logprobs).sum()
+    if variant == "gspo":
+        means = torch.stack([(frozen - old)[sequence == s].mean() for s in sequence])
+        ratio = (means + logprobs - frozen).exp()
+    per_token = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip.low, 1 + clip.high) * advantages)
+    if clip.dual:
+        per_token = torch.where(advantages < 0, torch.minimum(per_token, -clip.dual * advantages), per_token)
+    return per_token.sum()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("clip", [Clip(), Clip(0.1, 0.28), Clip(0.1, 0.1, dual=1.05)])
+@pytest.mark.parametrize("variant", ["grpo", "gspo", "cispo"])
+def test_gradients_equal_finite_differences_of_the_surrogate(variant, clip, seed):
+    logprobs, old, advantages, sequence = uneven(seed)
+    leaf = logprobs.clone().requires_grad_()
+    loss_N = policy_loss(leaf, old, advantages, sequence, variant=variant, clip=clip).loss_N
+    loss_N.sum().backward()
+    assert loss_N.sum().item() == pytest.approx(
+        surrogate(variant, logprobs, logprobs, old, advantages, sequence, clip).item(), abs=1e-12
+    )
+    step = 1e-6 * torch.eye(8, dtype=torch.float64)
+    numeric = torch.stack(
+        [
+            surrogate(variant, logprobs + h, logprobs, old, advantages, sequence, clip)
+            - surrogate(variant, logprobs - h, logprobs, old, advantages, sequence, clip)
+            for h in step
+        ]
+    ) / (2e-6)
+    torch.testing.assert_close(leaf.grad, numeric, atol=1e-7, rtol=1e-6)
+
+
+@given(st.floats(-30, 30), st.floats(-30, 30))
+def test_k3_is_never_negative_and_zero_where_the_models_agree(logp, ref):
+    assert kl_penalty(tensor(logp), tensor(ref), "k3").item() >= 0
+    assert 0 <= kl_penalty(tensor(logp), tensor(ref), "low_var_kl").item() <= 10
+    assert kl_penalty(tensor(logp), tensor(logp), "k3").item() == 0

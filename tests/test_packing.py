@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from grpo.attention import PackedAttention, choose_attention
 from grpo.logprobs import LogprobModel
 from grpo.packing import TrainSequence, idle_batch, pack, plan_micro_batches
 
@@ -16,23 +17,23 @@ SMALL = {
 }  # fmt: skip
 
 
-def sequence(prompt, response, advantage=1.0, weight=1.0):
-    return TrainSequence(tuple(prompt), tuple(response), (0.0,) * len(response), advantage, weight)
+def sequence(prompt, response, number=0, advantage=1.0):
+    return TrainSequence(tuple(prompt), tuple(response), (0.0,) * len(response), number, advantage, weight=1.0)
 
 
 GROUPS = [
-    sequence([1, 2, 3, 4], [5, 6, 7], advantage=0.5),
-    sequence([1, 2, 3, 4], [8], advantage=-1.0),
-    sequence([1, 2, 3, 4], [9, 10, 11, 12, 13], advantage=0.25),
-    sequence([20, 21], [22, 23], advantage=2.0),
-    sequence([20, 21], [24, 25, 26, 27], advantage=-0.5),
+    sequence([1, 2, 3, 4], [5, 6, 7], 0, advantage=0.5),
+    sequence([1, 2, 3, 4], [8], 1, advantage=-1.0),
+    sequence([1, 2, 3, 4], [9, 10, 11, 12, 13], 2, advantage=0.25),
+    sequence([20, 21], [22, 23], 3, advantage=2.0),
+    sequence([20, 21], [24, 25, 26, 27], 4, advantage=-0.5),
 ]
 
 
 def tiny(config_class, **changes):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_class(**SMALL, **changes), attn_implementation="sdpa")
-    return LogprobModel(model.eval(), TEMPERATURE)
+    return LogprobModel(model.eval(), choose_attention(model.config, torch.device("cpu")), TEMPERATURE)
 
 
 def by_hand(model, sequences):
@@ -64,9 +65,10 @@ def test_packed_and_padded_logprobs_equal_those_of_each_sequence_alone(config_cl
     torch.testing.assert_close(flat_in_row_order(model, micro_batches), by_hand(model, GROUPS), atol=1e-5, rtol=1e-5)
 
 
-def test_packed_and_padded_gradients_are_equal():
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+def test_packed_and_padded_gradients_are_equal(config_class):
     def gradient(share_prompt):
-        model = tiny(LlamaConfig)
+        model = tiny(config_class)
         for rows in plan_micro_batches(GROUPS, max_tokens=64, share_prompt=share_prompt):
             batch = pack(rows)
             (model(batch)[0] * batch.advantages_N).sum().backward()
@@ -77,7 +79,8 @@ def test_packed_and_padded_gradients_are_equal():
 
 
 def test_a_row_is_laid_out_as_the_drawing_says():
-    batch = pack(plan_micro_batches([sequence([1, 2, 3], [4, 5, 6]), sequence([1, 2, 3], [7, 8])], max_tokens=20)[0])
+    siblings = [sequence([1, 2, 3], [4, 5, 6], 0), sequence([1, 2, 3], [7, 8], 1)]
+    batch = pack(plan_micro_batches(siblings, max_tokens=20)[0])
     assert batch.input_ids_RL.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert batch.position_ids_RL.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
     assert batch.segment_RL.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2]]
@@ -95,6 +98,82 @@ def test_every_sequence_lands_in_one_row_and_no_micro_batch_exceeds_the_budget()
         token for item in GROUPS for token in item.response_ids
     )
     assert all(batch.input_ids_RL.numel() <= 12 for batch in packed)
+
+
+def rows_of(*lengths, pair_cost, max_tokens=10_000, prompt=100):
+    siblings = [sequence(range(prompt), [1] * n, number) for number, n in enumerate(lengths)]
+    return sorted(
+        sorted(len(item.response_ids) for item in row.sequences)
+        for rows in plan_micro_batches(siblings, max_tokens=max_tokens, pair_cost=pair_cost)
+        for row in rows
+    )
+
+
+def test_replies_share_a_row_until_the_square_of_its_length_costs_more_than_another_prompt():
+    # Pairs are free: one row. At 1/1000 a pair, one row of 900 tokens costs 900 + 810 = 1710; two of 500 cost
+    # 2 (500 + 250) = 1500; four of 300 cost 4 (300 + 90) = 1560.
+    assert rows_of(200, 200, 200, 200, pair_cost=0.0) == [[200, 200, 200, 200]]
+    assert rows_of(200, 200, 200, 200, pair_cost=0.001) == [[200, 200], [200, 200]]
+    assert rows_of(200, 200, 200, 200, pair_cost=1.0) == [[200], [200], [200], [200]]
+
+
+def test_rows_of_uneven_replies_come_out_about_equal_and_within_the_budget():
+    assert rows_of(50, 400, 100, 300, pair_cost=0.0, max_tokens=600) == [[50, 400], [100, 300]]
+
+
+def test_a_row_may_be_padded_to_whole_blocks():
+    batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0], multiple=8)
+    assert batch.input_ids_RL.shape[1] % 8 == 0
+    torch.testing.assert_close(
+        tiny(LlamaConfig)(batch)[0], tiny(LlamaConfig)(pack(plan_micro_batches(GROUPS, max_tokens=64)[0]))[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [
+        (MistralConfig, {"sliding_window": 3}),
+        (Qwen2Config, {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    ],
+)
+def test_a_model_that_looks_through_a_window_gets_one_sequence_per_row_and_says_so(config_class, changes):
+    model = tiny(config_class, **changes)
+    assert not model.attention.shares_rows and "sliding_attention" in model.attention.reason
+    rows = plan_micro_batches(GROUPS, max_tokens=64, share_prompt=model.attention.shares_rows)
+    torch.testing.assert_close(flat_in_row_order(model, rows), by_hand(model, GROUPS), atol=1e-5, rtol=1e-5)
+
+
+def test_flex_attention_is_taken_on_a_gpu_unless_it_is_unwanted():
+    config, gpu = LlamaConfig(**SMALL), torch.device("cuda")
+    assert choose_attention(config, gpu).implementation == "flex_attention"
+    assert choose_attention(config, gpu, "dense").kind == choose_attention(config, torch.device("cpu")).kind == "dense"
+
+
+def test_the_block_mask_of_the_gpu_is_the_dense_mask():
+    batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
+    block = PackedAttention("flex", 0.0, "").mask(batch)
+    length = batch.input_ids_RL.shape[1]
+    index = torch.arange(length)
+    dense = [[[bool(block.mask_mod(r, 0, q, k)) for k in index] for q in index] for r in range(len(batch.segment_RL))]
+    assert torch.tensor(dense).equal(batch.attention_mask()[:, 0])
+
+
+def test_the_entropy_is_trained_on_only_where_it_was_asked_for():
+    batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
+    plain, bonus = tiny(LlamaConfig), tiny(LlamaConfig)
+    bonus.entropy_has_gradient = True
+    assert not plain(batch)[1].requires_grad
+    torch.testing.assert_close(plain(batch)[1], bonus(batch)[1])
+    bonus(batch)[1].sum().backward()
+    # By hand: the entropy of whole logits, at the tokens that predict the first row's first reply.
+    again = tiny(LlamaConfig)
+    states = again.causal_lm.base_model(
+        input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask(), position_ids=batch.position_ids_RL
+    ).last_hidden_state.flatten(0, 1)[batch.predictor_N]
+    table = (again.causal_lm.lm_head(states) / TEMPERATURE).log_softmax(-1)
+    (-(table.exp() * table).sum()).backward()
+    for one, other in zip(bonus.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
 
 
 def test_entropy_of_a_flat_distribution_is_the_log_of_the_vocabulary():

@@ -9,8 +9,8 @@ import pytest
 
 from rewards.bleu import bleu
 from rewards.interactivity import rubric
-from rewards.scoring import Scorer, check_failure_rate, combine, score_batch
-from rewards.settings import RewardSettings, TokenAmountSettings
+from rewards.scoring import Scorer, check_failure_rate, combine, score_batch, soft_overlong
+from rewards.settings import RewardSettings, SoftOverlongSettings, TokenAmountSettings
 from rewards.tokens import token_amount
 from rollout.chat import Chat
 from rollout.types import Conversation, Reply, Scenario, Score
@@ -168,7 +168,7 @@ SETTINGS = {
 
 
 def rewarded(chat, talk, **changes):
-    scorer = Scorer(RewardSettings(**(SETTINGS | changes)), chat, judge=None)
+    scorer = Scorer(RewardSettings(**(SETTINGS | changes)), chat, judge=None, max_reply_tokens=8)
     scores = asyncio.run(score_batch(scorer, [talk]))
     return scores[0], scorer.reward([talk], scores)
 
@@ -192,6 +192,21 @@ def test_a_cut_first_reply_may_be_scored_as_it_is(small_model):
     talk = conversation("The hive is tied down.", ended="length", finish_reason="length")
     _, reward = rewarded(Chat.load(small_model), talk, truncated="score")
     assert reward.means["bleu_score"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("num_tokens", "penalty"), [(79, 0.0), (80, 0.0), (90, 0.5), (100, 1.0)])
+def test_the_overlong_penalty_grows_over_the_last_part_of_the_limit(num_tokens, penalty):
+    settings = SoftOverlongSettings(buffer=0.2, penalty=1.0)
+    assert soft_overlong(num_tokens, 100, settings) == pytest.approx(penalty)
+
+
+def test_the_overlong_penalty_is_taken_from_the_total(small_model):
+    # The reply of `conversation` has one token, half of the limit of two, over which the penalty grows.
+    talk, settings = conversation("The hive is tied down."), SETTINGS | {"soft_overlong": {"buffer": 1.0, "penalty": 3}}
+    scorer = Scorer(RewardSettings(**settings), Chat.load(small_model), judge=None, max_reply_tokens=2)
+    scores = asyncio.run(score_batch(scorer, [talk]))
+    reward = scorer.reward([talk], scores)
+    assert reward.overlong == 1.5 and reward.total == pytest.approx(sum(reward.clamped.values()) - 1.5)
 
 
 def test_a_failed_simulator_makes_the_conversation_invalid(small_model):

@@ -1,0 +1,90 @@
+"""How the model attends within packed rows: which mask it is given, and what a long row costs.
+
+A row holds several replies that must not see each other (`grpo.packing`). A dense mask says so to any
+softmax attention, at a cost that grows with the square of the row. On CUDA, FlexAttention skips the blocks
+that the mask rules out. Layers that look through a window or carry a state cannot take the mask: such
+models get one sequence per row and make their own masks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from transformers import PretrainedConfig
+
+from grpo.packing import PADDING, PROMPT, PackedBatch
+
+DENSE_SLOWDOWN = 3.0
+"""Time of one floating-point operation of dense attention ÷ one of a matrix product (tests/bench/bench_rows.py)."""
+FLEX_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    kind: Literal["dense", "flex", "own"]
+    """`own`: the model's own masks, one sequence per row."""
+    pair_cost: float
+    """Cost of one (query, key) pair of a row, masked or not, in units of one token's matrix products."""
+    reason: str
+
+    @property
+    def implementation(self) -> str:
+        """Its name in transformers."""
+        return "flex_attention" if self.kind == "flex" else "sdpa"
+
+    @property
+    def shares_rows(self) -> bool:
+        return self.kind != "own"
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows are padded to whole blocks of FlexAttention, so that few shapes are ever compiled."""
+        return FLEX_BLOCK if self.kind == "flex" else 1
+
+    def mask(self, batch: PackedBatch) -> torch.Tensor:
+        """What the model takes as `attention_mask`: [R, 1, L, L] bool, a BlockMask, or [R, L] of 0 and 1."""
+        if self.kind == "own":
+            return (batch.segment_RL != PADDING).long()
+        if self.kind == "dense":
+            return batch.attention_mask()
+        return _block_mask(batch.segment_RL)
+
+
+def choose_attention(
+    config: PretrainedConfig, device: torch.device, wanted: Literal["auto", "dense"] = "auto"
+) -> PackedAttention:
+    """The fastest that the model and the device take, and why; `dense` does without FlexAttention."""
+    other_layers = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
+    if not other_layers and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
+        other_layers = {"sliding_attention"}
+    if other_layers:
+        return PackedAttention(
+            "own", 0.0, f"one sequence per row, since the model has {', '.join(sorted(other_layers))}"
+        )
+    if device.type == "cuda" and wanted == "auto":
+        return PackedAttention("flex", 0.0, "replies share their prompt's row (FlexAttention)")
+    return PackedAttention("dense", _pair_cost(config), "replies share their prompt's row (dense mask)")
+
+
+def _block_mask(segment_RL: torch.Tensor):
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    rows, length = segment_RL.shape
+
+    def may_look(row, _, query, key):
+        segment = segment_RL[row, key]
+        return (query >= key) & ((segment == PROMPT) | (segment == segment_RL[row, query]))
+
+    return create_block_mask(may_look, rows, None, length, length, device=segment_RL.device, BLOCK_SIZE=FLEX_BLOCK)
+
+
+def _pair_cost(config: PretrainedConfig) -> float:
+    """Two products of the head size per head and pair, against the weights that a token meets in a layer."""
+    heads, width = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    shared_heads = getattr(config, "num_key_value_heads", None) or heads
+    mlp = 3 * width * (getattr(config, "intermediate_size", None) or 4 * width)
+    weights = 2 * width * head_dim * (heads + shared_heads) + mlp
+    return DENSE_SLOWDOWN * 2 * heads * head_dim / weights

@@ -1,0 +1,177 @@
+"""This project's update and training step, driven for `bench_update`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from grpo.advantages import group_advantages
+from grpo.config import Config, DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
+from grpo.experience import Group
+from grpo.policy import Policy, Reference
+from grpo.ranks import Ranks
+from grpo.recorder import read_rows
+from grpo.update import Updater
+from launch.train import check_inputs, run_training
+from rewards.scoring import ReplyReward
+from rollout.types import Conversation, Scenario
+from tests.bench.common import (
+    KL_COEF,
+    LR,
+    MAX_GRAD_NORM,
+    TEMPERATURE,
+    TOKENS_PER_FORWARD,
+    Meter,
+    Shape,
+    fixed_replies,
+    group_rewards,
+    matrix_rate,
+    prompt_texts,
+)
+
+
+def _make_updater(model: Path, shape: Shape) -> Updater:
+    ranks = Ranks.join()
+    settings, zero = ModelSettings(path=model, dtype="float32"), DeepSpeedSettings(stage=0)
+    optimizer = OptimizerSettings(lr=LR, weight_decay=0.0, max_grad_norm=MAX_GRAD_NORM)
+    return Updater(
+        Policy(settings, optimizer, zero, temperature=TEMPERATURE, total_steps=1000, ranks=ranks),
+        Reference(settings, zero, temperature=TEMPERATURE, ranks=ranks),
+        LossSettings(kl_coef=KL_COEF, kl_estimator="k3"),
+        UpdateSettings(max_tokens_per_micro_batch=TOKENS_PER_FORWARD),
+        mini_batch_prompts=shape.prompts,
+        max_reply_tokens=shape.reply_tokens,
+        max_gap=float("inf"),  # no model sampled the replies
+        ranks=ranks,
+    )
+
+
+def _make_groups(model: Path, shape: Shape) -> list[Group]:
+    groups = []
+    for position, replies in enumerate(fixed_replies(model, shape)):
+        scenario = Scenario(f"bench/{position}", ({"role": "user", "content": "x"},), "", "", None, "bench", position)
+        talks = tuple(
+            (Conversation(scenario, sample, 0, scenario.messages, 1, (reply,), "length"),)
+            for sample, reply in enumerate(replies)
+        )
+        rewards = tuple(ReplyReward(total, True, {}, {}, {}) for total in group_rewards(shape))
+        groups.append(Group(scenario, position, talks, ((),) * len(replies), rewards))
+    return groups
+
+
+def _update(updater: Updater, model: Path, shape: Shape, *, updates: int) -> dict[str, Any]:
+    """A warm-up and `updates` timed ones: medians of the figures, seconds of the phases, gradient norms of all."""
+    groups = _make_groups(model, shape)
+    rewards_PG = torch.tensor([group_rewards(shape)] * shape.prompts, dtype=torch.float64)
+    advantages_PG = group_advantages(rewards_PG, baseline="mean", scale="group_std").tolist()
+    updater.mini_batch_prompts = shape.prompts
+    meter, figures, metrics = Meter(), [], []
+    phases = {
+        "reference forward": _timed(updater.reference, "logprobs"),
+        "policy forward": _timed(updater.policy, "logprobs"),
+        "backward": _timed(updater.policy, "backward"),
+        "optimizer step": _timed(updater.policy, "step"),
+    }
+    for _ in range(1 + updates):
+        for seconds in phases.values():
+            seconds.clear()
+        meter.start()
+        metrics.append(updater.update(groups, advantages_PG, shape.prompts))
+        meter.stop()
+        figures.append(meter.last | {name: sum(seconds) for name, seconds in phases.items()})
+    medians = {name: statistics.median(row[name] for row in figures[1:]) for name in figures[0]}
+    return {name: medians.pop(name) for name in ("seconds", "peak_gib", "peak_above_state_gib")} | {
+        "phases": medians,
+        "grad_norms": [row["update/grad_norm"] for row in metrics],
+        "losses": [row["loss/policy"] + KL_COEF * row["kl"] for row in metrics],
+    }
+
+
+def _timed(owner: Any, name: str) -> list[float]:
+    """Makes a method of `owner` add the seconds of each of its calls to the list returned."""
+    method, seconds = getattr(type(owner), name).__get__(owner), []
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        start = time.perf_counter()
+        result = method(*arguments, **named)
+        seconds.append(time.perf_counter() - start)
+        return result
+
+    setattr(owner, name, timed)
+    return seconds
+
+
+def _floors(updater: Updater, shape: Shape, rate: float) -> dict[str, float]:
+    """Seconds of each phase if the needed matrix products were all of it, at `rate` operations a second.
+
+    2 operations per weight and token in a forward pass, 4 in a backward pass; prompts once; the head on response
+    tokens alone. Attention scores, norms, softmax and recomputation are not in it.
+    """
+    causal_lm = updater.policy.causal_lm
+    embedding = causal_lm.get_input_embeddings().weight.numel()
+    head = causal_lm.get_output_embeddings().weight.numel()
+    body = sum(parameter.numel() for parameter in causal_lm.parameters()) - embedding
+    if not updater.policy.tied:
+        body -= head
+    forward = 2 * (body * shape.tokens + head * shape.response_tokens) / rate
+    return {"reference forward": forward, "policy forward": forward, "backward": 2 * forward, "optimizer step": 0.0}
+
+
+def update(model: Path, shape: Shape) -> dict[str, Any]:
+    """The second of two updates on the fixed replies."""
+    updater = _make_updater(model, shape)
+    figures, rate = _update(updater, model, shape, updates=1), matrix_rate()
+    return figures | {"matrix_gflops": rate / 1e9, "floors": _floors(updater, shape, rate)}
+
+
+def growth(model: Path, cases: dict[str, list[Shape]]) -> dict[str, list[dict[str, float]]]:
+    """Of each case's shapes: tokens, and the median seconds of three updates."""
+    updater = _make_updater(model, cases["batch"][-1])
+    return {
+        name: [
+            {"tokens": shape.tokens, "seconds": _update(updater, model, shape, updates=3)["seconds"]}
+            for shape in shapes
+        ]
+        for name, shapes in cases.items()
+    }
+
+
+def step(model: Path, shape: Shape) -> dict[str, float]:
+    """The second of two training steps of `launch.train`, with vLLM."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder, "prompts.jsonl")
+        data.write_text(
+            "".join(json.dumps({"prompt": text, "goal": "An article."}) + "\n" for text in prompt_texts(model, shape))
+        )
+        config = Config.model_validate(
+            {
+                "run": {"name": "bench", "folder": folder, "steps": 2},
+                "model": {"path": model, "dtype": "float32"},
+                "data": {"train": data, "max_prompt_tokens": shape.prompt_tokens},
+                "engine": {"kind": "vllm", "max_context_tokens": 256},
+                "rollout": {
+                    "prompts_per_step": shape.prompts,
+                    "group_size": shape.group_size,
+                    "continuations": 0,
+                    "temperature": TEMPERATURE,
+                    "max_reply_tokens": shape.reply_tokens,
+                    "user": {"kind": "scripted"},
+                },
+                "rewards": {"weights": {"token_amount": -1.0}, "truncated": "score"},
+                "loss": {"kl_coef": KL_COEF, "kl_estimator": "k3"},
+                "update": {"max_tokens_per_micro_batch": TOKENS_PER_FORWARD},
+                "optimizer": {"lr": LR, "weight_decay": 0.0, "max_grad_norm": MAX_GRAD_NORM},
+                "deepspeed": {"stage": 0},
+            }
+        )
+        run_training(config, check_inputs(config))
+        row = read_rows(Path(folder, "bench", "metrics.jsonl"))[-1]
+    names = {"seconds": "time/step", "reply_tokens_mean": "reply/length_mean", "grad_norm": "update/grad_norm"}
+    names |= {name: f"time/{name}" for name in ("rollout", "update", "sync")}
+    return {name: row[metric] for name, metric in names.items()}

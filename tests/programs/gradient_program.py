@@ -1,0 +1,114 @@
+"""The gradient of one optimizer step, however the batch is cut and whichever ranks hold it.
+
+    torchrun --nproc_per_node N -m tests.programs.gradient_program MODEL OUT
+
+Saves {case: (number of micro-batches of the main rank, flat gradient)} to OUT, and under "kl" the KL of every
+reply, [P][G], with its mean over tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+from grpo.config import DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
+from grpo.experience import Group
+from grpo.policy import Policy, Reference
+from grpo.ranks import Ranks, end_process
+from grpo.update import Updater
+from rewards.scoring import ReplyReward
+from rollout.types import Conversation, Reply, Scenario
+
+TEMPERATURE = 0.8
+LOSS = LossSettings(
+    aggregate="seq_mean_token_mean", kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="token"
+)
+BUDGETS = {1: 4096, 2: 70, 4: 35, 8: 25}
+"""Tokens of a micro-batch that cut the batch of one rank into so many."""
+
+
+def groups() -> list[Group]:
+    """Four groups of four replies of 1 to 16 tokens, with prompts of 4 to 7."""
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda n: tuple(torch.randint(5, 30, (n,), generator=generator).tolist())  # noqa: E731
+    made = []
+    for position in range(4):
+        prompt = draw(4 + position)
+        scenario = Scenario(f"s/{position}", ({"role": "user", "content": "x"},), "", "", None, "s", position)
+        replies = [Reply(prompt, draw(n), (-3.0,) * n, "", "stop") for n in (1 + position, 5, 9, 16 - 2 * position)]
+        talks = tuple(
+            (Conversation(scenario, i, 0, scenario.messages, 1, (reply,), "turn_limit"),)
+            for i, reply in enumerate(replies)
+        )
+        rewards = tuple(ReplyReward(0.0, (position, i) != (2, 1), {}, {}, {}) for i in range(4))
+        made.append(Group(scenario, position, talks, ((),) * 4, rewards))
+    return made
+
+
+ADVANTAGES = [[1.0, -1.0, 0.5, -0.5], [0.25, 0.0, 0.75, -1.0], [2.0, 0.0, -1.0, -1.0], [-0.1, 0.1, 0.3, -0.3]]
+
+
+class Recording(Policy):
+    """Keeps the gradient instead of taking the step."""
+
+    def step(self) -> tuple[float, float]:
+        self.gradient = torch.cat([p.grad.flatten().clone() for p in self.engine.module.parameters()])
+        self.engine.optimizer.zero_grad()
+        return self.gradient.norm().item(), 0.0
+
+
+def main() -> None:
+    model, out = map(Path, sys.argv[1:3])
+    ranks = Ranks.join()
+    settings, zero = ModelSettings(path=model, dtype="float32"), DeepSpeedSettings(stage=0)
+    policy = Recording(
+        settings,
+        OptimizerSettings(max_grad_norm=1e9),
+        zero,
+        temperature=TEMPERATURE,
+        entropy_has_gradient=True,
+        total_steps=1,
+        ranks=ranks,
+    )
+    reference = Reference(settings, zero, temperature=TEMPERATURE, ranks=ranks)
+    with torch.no_grad():  # else the KL would be zero, and so its gradient
+        for weight in reference.module.parameters():
+            weight.mul_(0.9)
+
+    whole = groups()
+    even = [group for group in whole if group.position % ranks.world_size == ranks.rank]
+    cases = {f"{n} micro-batches": (budget, True, even) for n, budget in BUDGETS.items()}
+    cases["padded"] = (64, False, even)
+    cases["other order"] = (70, True, even[::-1])
+    cases["uneven shares"] = (70, True, whole[:1] if ranks.rank else whole[ranks.world_size - 1 :])
+    cases["an idle rank"] = (70, True, [] if ranks.rank else whole)
+    results = {}
+    for case, (budget, share_prompt, own) in cases.items():
+        updater = Updater(
+            policy,
+            reference,
+            LOSS,
+            UpdateSettings(max_tokens_per_micro_batch=budget, share_prompt=share_prompt),
+            mini_batch_prompts=4,
+            max_reply_tokens=16,
+            max_gap=float("inf"),
+            ranks=ranks,
+        )
+        counted = []
+        plan = updater._plan
+        updater._plan = lambda sequences: counted.append(plan(sequences)) or counted[-1]
+        updater.update(own, [ADVANTAGES[g.position] for g in own], 4)
+        results[case] = (len(counted[0].micro_batches), policy.gradient)
+    kl_PG, mean_kl = updater.reply_kl(even)
+    shares = ranks.gather([(group.position, kl_G) for group, kl_G in zip(even, kl_PG, strict=True)])
+    results["kl"] = [kl_G for _, kl_G in sorted(row for share in shares for row in share)], mean_kl
+    if ranks.is_main:
+        torch.save(results, out)
+    ranks.leave()
+    end_process()
+
+
+if __name__ == "__main__":
+    main()

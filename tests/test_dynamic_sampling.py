@@ -1,0 +1,100 @@
+"""Groups without signal leave the step and others take their place, as often as asked."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from grpo.advantages import has_signal
+from grpo.config import Config
+from grpo.ranks import Ranks
+from grpo.trainer import Parts, Trainer
+from rewards.scoring import Scorer
+from rollout.chat import Chat
+from rollout.conversation import Rollout
+from rollout.data import batch_rows, spare_rows
+from rollout.engine import SharedEngine
+from rollout.engine_transformers import TransformersEngine
+from rollout.settings import EngineSettings
+from rollout.simulator import ScriptedUser
+from rollout.types import Scenario
+from tests.tiny import make_model
+
+NUM_SCENARIOS, PROMPTS = 12, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Alone(Ranks):
+    """One rank without a process group."""
+
+    def gather(self, value):
+        return [value]
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    folder = make_model(tmp_path_factory.mktemp("model"))
+    chat = Chat.load(folder)
+    settings = EngineSettings(max_context_tokens=160)
+    engine = SharedEngine(TransformersEngine(settings, folder, torch.float32, torch.device("cpu"), chat.stop_ids))
+    yield folder, chat, engine
+    engine.close()
+
+
+def collect(engine, max_rounds, **rewards):
+    folder, chat, shared = engine
+    config = Config.model_validate(
+        {
+            "run": {"name": "x"},
+            "model": {"path": folder},
+            "data": {"train": "x.jsonl"},
+            "rollout": {
+                "prompts_per_step": PROMPTS, "group_size": 2, "continuations": 0, "max_reply_tokens": 40,
+                "dynamic_sampling": {"max_rounds": max_rounds}, "user": {"kind": "scripted"},
+            },
+            "rewards": {"truncated": "score", "interactivity": {"by": "rubric"}, **rewards},
+        }
+    )  # fmt: skip
+    scenarios = [
+        Scenario(f"s/{row}", ({"role": "user", "content": "hello"},), "", "", "bees", "s", row)
+        for row in range(NUM_SCENARIOS)
+    ]
+    trainer = Trainer.__new__(Trainer)  # without a policy, which collecting does not need
+    trainer.config, trainer.ranks = config, Alone(0, 1, torch.device("cpu"))
+    trainer.num_started = trainer.num_failed = 0
+    scorer = Scorer(config.rewards, chat, None, max_reply_tokens=40)
+    trainer.parts = Parts(None, None, Rollout(config.rollout, shared, chat, ScriptedUser()), scorer, scenarios, [])
+    with asyncio.Runner() as runner:
+        trainer.runner = runner
+        groups, num_refilled = trainer.collect(step=1)
+    assert [group.position for group in groups] == list(range(PROMPTS))
+    signal_P = has_signal(*trainer.tables(groups, [[reward.total for reward in g.rewards_G] for g in groups]))
+    return [group.scenario.row for group in groups], signal_P.tolist(), num_refilled
+
+
+def test_only_groups_without_signal_are_replaced_by_prompts_that_are_not_in_the_step(engine):
+    # A random model hardly ever asks a worded question, so that nearly all groups earn 0 throughout.
+    rows, signal, num_refilled = collect(engine, 0, weights={"interactivity": 1.0})
+    assert rows == batch_rows(0, NUM_SCENARIOS, PROMPTS, 1) and num_refilled == 0 and not all(signal)
+    num_dull = signal.count(False)
+    spare = spare_rows(1, NUM_SCENARIOS, rows, 1)
+    refilled, _, num_refilled = collect(engine, 1, weights={"interactivity": 1.0})
+    assert num_refilled == num_dull
+    assert [new for new, old in zip(refilled, rows, strict=True) if new != old] == spare[:num_dull]
+    assert all(new == old for new, old, kept in zip(refilled, rows, signal, strict=True) if kept)
+
+
+def test_refilling_ends_when_the_prompts_do(engine):
+    # 8 spare prompts for 4 groups: whatever the rounds, no prompt comes twice.
+    rows, signal, num_refilled = collect(engine, 99, weights={"interactivity": 1.0})
+    assert len(set(rows)) == PROMPTS and num_refilled <= NUM_SCENARIOS - PROMPTS
+    assert all(signal) or num_refilled == NUM_SCENARIOS - PROMPTS
+
+
+def test_groups_with_signal_stay(engine):
+    # Lengths differ, so that every group has signal.
+    rows, signal, num_refilled = collect(engine, 3, weights={"token_amount": -1.0})
+    assert all(signal) and num_refilled == 0 and rows == batch_rows(0, NUM_SCENARIOS, PROMPTS, 1)
