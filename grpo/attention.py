@@ -16,8 +16,6 @@ from transformers import PretrainedConfig
 
 from grpo.packing import PADDING, PROMPT, PackedBatch
 
-DENSE_SLOWDOWN = 3.0
-"""Time of one floating-point operation of dense attention ÷ one of a matrix product (tests/bench/bench_rows.py)."""
 FLEX_BLOCK = 128
 
 
@@ -81,10 +79,13 @@ def _block_mask(segment_RL: torch.Tensor):
 
 
 def _pair_cost(config: PretrainedConfig) -> float:
-    """Two products of the head size per head and pair, against the weights that a token meets in a layer."""
+    """Two products of the head size per head and pair, against the weights that a token meets in a layer.
+
+    Operations cost alike in both on a CPU (tests/bench/bench_rows.py).
+    """
     heads, width = config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None) or width // heads
     shared_heads = getattr(config, "num_key_value_heads", None) or heads
     mlp = 3 * width * (getattr(config, "intermediate_size", None) or 4 * width)
     weights = 2 * width * head_dim * (heads + shared_heads) + mlp
-    return DENSE_SLOWDOWN * 2 * heads * head_dim / weights
+    return 2 * heads * head_dim / weights

@@ -17,6 +17,7 @@ _BOUNDARY = re.compile(
 )
 _CLAUSE = re.compile(r"[,:;]\s+|\s+[-\u2013\u2014]\s+")
 _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?")
+_OFFER = re.compile(r"\b(?:can|could|may|should) (?:i|we) (?:help|assist|do)\b", re.IGNORECASE)
 _ASKING = frozenset(
     "what what's which who who's whom whose when where why how do does did don't is isn't are aren't was were can "
     "can't could would wouldn't will should shall have has may might am".split()
@@ -44,11 +45,12 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
 
     A question counts as worded where it has 3 to 40 words, not the same few over again and less than half of them
     quoted from the user's opening (three in a row or more), and begins, or goes on after a comma, with a question
-    word or an auxiliary. The best worded question decides:
+    word or an auxiliary. An offer ("How can I help?") asks nothing. The best worded question decides:
 
     - 1: about the topic: it shares the stem of a content word with the user's opening;
-    - 0.75: addressed to the user ("you", "your"), or about the piece ("it", "the article");
-    - 0.5: neither; 0: there is none, or one is asked twice.
+    - else 0.25, and 0.25 more where it is addressed to the user ("you", "your") or about the piece ("it", "the
+      article"), and 0.25 more where it has substance: two content words or more;
+    - 0: there is none, or one is asked twice.
 
     More than two questions of any kind make it 0.5 at most. Halved where more than 15 words follow the last
     question; three quarters where the token limit cut the reply off.
@@ -60,22 +62,28 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
     worded = [
         _words(sentences[number])
         for number in asked
-        if _is_worded(sentences[number]) and not _echoes(_words(sentences[number]), opening)
+        if _is_worded(sentences[number])
+        and not _OFFER.search(sentences[number])
+        and not _echoes(_words(sentences[number]), opening)
     ]
     topic = topic_stems(conversation.scenario)
     on_topic = sum(bool(topic & set(map(_stem, words))) for words in worded)
-    addressed = sum(bool((_READER | _PIECE) & set(words)) for words in worded)
     if not worded or len(set(map(tuple, worded))) < len(worded):
         value = 0.0
     else:
-        value = 1.0 if on_topic else 0.75 if addressed else 0.5
+        value = 1.0 if on_topic else 0.25 + 0.25 * max(map(_merits, worded))
     if len(asked) > MAX_QUESTIONS:
         value = min(value, 0.5)
     if asked and sum(len(_words(sentence)) for sentence in sentences[asked[-1] + 1 :]) > MAX_WORDS_AFTER:
         value *= 0.5
     if reply.finish_reason == "length":
         value *= UNFINISHED
-    return value, {"questions": len(asked), "worded": len(worded), "on_topic": on_topic, "addressed": addressed}
+    return value, {"questions": len(asked), "worded": len(worded), "on_topic": on_topic}
+
+
+def _merits(words: list[str]) -> int:
+    """0 to 2: is it addressed to the user or about the piece, and has it substance?"""
+    return bool((_READER | _PIECE) & set(words)) + (len(set(words) - _COMMON) >= 2)
 
 
 def topic_stems(scenario: Scenario) -> frozenset[str]:

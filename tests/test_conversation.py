@@ -167,3 +167,9 @@ def test_an_engine_that_fails_fails_every_conversation(parts):
     finally:
         engine.engine.step = real_step
     assert finished(play(parts, Recording([BYE]), group_size=8))  # and it can be used again
+
+
+def test_token_ids_that_a_padded_vocabulary_adds_are_no_words(parts):
+    chat, _ = parts
+    beyond = len(chat.tokenizer) + 5
+    assert chat.text((*chat.tokenizer("bees hum", add_special_tokens=False)["input_ids"], beyond)) == "bees hum"

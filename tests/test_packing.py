@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from grpo import logprobs
 from grpo.attention import PackedAttention, choose_attention
 from grpo.logprobs import LogprobModel
 from grpo.packing import TrainSequence, idle_batch, pack, plan_micro_batches
@@ -174,6 +175,24 @@ def test_the_entropy_is_trained_on_only_where_it_was_asked_for():
     (-(table.exp() * table).sum()).backward()
     for one, other in zip(bonus.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_the_head_sees_response_positions_alone_and_a_chunk_at_a_time(monkeypatch):
+    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 4)
+    model, sizes = tiny(LlamaConfig), []
+    model.causal_lm.lm_head.register_forward_hook(lambda _, inputs, logits: sizes.append(len(logits)))
+    batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
+    model(batch)[0].sum().backward()
+    num_responses = batch.target_N.numel()
+    assert max(sizes) <= 4 and sum(sizes) == 2 * num_responses  # once forward, once recomputed
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_counts_in_full():
+    # The sampler draws from the whole head, so the trainer's distribution is over the whole head too.
+    model = tiny(LlamaConfig)
+    batch = pack(plan_micro_batches([sequence([1, 2], [63, 5])], max_tokens=64)[0])
+    table = model.causal_lm(torch.tensor([[1, 2, 63, 5]])).logits[0] / TEMPERATURE
+    torch.testing.assert_close(model(batch)[0], table.log_softmax(-1)[[1, 2], [63, 5]], atol=1e-5, rtol=1e-5)
 
 
 def test_entropy_of_a_flat_distribution_is_the_log_of_the_vocabulary():
