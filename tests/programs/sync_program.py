@@ -44,7 +44,10 @@ def sample(engine, chat, seeds):
     done = {}
     while len(done) < len(seeds):
         done |= dict(engine.step())
-    return [TrainSequence(prompt, done[s].token_ids, done[s].logprobs, 1.0, 1 / 100) for s in seeds]
+    return [
+        TrainSequence(prompt, done[seed].token_ids, done[seed].logprobs, number, advantage=1.0, weight=1 / 100)
+        for number, seed in enumerate(seeds)
+    ]
 
 
 def gap(policy, sequences):
