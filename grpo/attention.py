@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from transformers import PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from grpo.packing import PADDING, PROMPT, PackedBatch
 
@@ -25,12 +25,9 @@ class PackedAttention:
     """`own`: the model's own masks, one sequence per row."""
     pair_cost: float
     """Cost of one (query, key) pair of a row, masked or not, in units of one token's matrix products."""
+    implementation: str
+    """Its name in transformers."""
     reason: str
-
-    @property
-    def implementation(self) -> str:
-        """Its name in transformers."""
-        return "flex_attention" if self.kind == "flex" else "sdpa"
 
     @property
     def shares_rows(self) -> bool:
@@ -54,16 +51,28 @@ def choose_attention(
     config: PretrainedConfig, device: torch.device, wanted: Literal["auto", "dense"] = "auto"
 ) -> PackedAttention:
     """The fastest that the model and the device take, and why; `dense` does without FlexAttention."""
-    other_layers = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
-    if not other_layers and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
-        other_layers = {"sliding_attention"}
-    if other_layers:
-        return PackedAttention(
-            "own", 0.0, f"one sequence per row, since the model has {', '.join(sorted(other_layers))}"
-        )
-    if device.type == "cuda" and wanted == "auto":
-        return PackedAttention("flex", 0.0, "replies share their prompt's row (FlexAttention)")
-    return PackedAttention("dense", _pair_cost(config), "replies share their prompt's row (dense mask)")
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    own_masks = _why_own_masks(config)
+    if own_masks or not architecture._supports_sdpa:
+        implementation = "sdpa" if architecture._supports_sdpa else "eager"
+        reason = f"one sequence per row, since the model has {own_masks or 'attention of its own'}"
+        return PackedAttention("own", 0.0, implementation, reason)
+    if device.type == "cuda" and wanted == "auto" and architecture._supports_flex_attn:
+        return PackedAttention("flex", 0.0, "flex_attention", "replies share their prompt's row (FlexAttention)")
+    return PackedAttention("dense", _pair_cost(config), "sdpa", "replies share their prompt's row (dense mask)")
+
+
+def _why_own_masks(config: PretrainedConfig) -> str | None:
+    """What in the model looks at columns rather than at position ids, if anything."""
+    kinds = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
+    kinds |= {f"{kind} attention" for kind in getattr(config, "attention_layers", None) or [] if kind != "global"}
+    if not kinds and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):
+        kinds = {"sliding_attention"}
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        kinds.add("ALiBi")
+    if not getattr(config, "num_attention_heads", None):
+        kinds.add("layers without attention")
+    return ", ".join(sorted(kinds)) or None
 
 
 def _block_mask(segment_RL: torch.Tensor):

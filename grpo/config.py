@@ -78,6 +78,12 @@ class LossSettings(Section):
     )
     correction_cap: float = Field(2.0, gt=0, description="largest such weight")
 
+    @model_validator(mode="after")
+    def _dual_clip_bounds_a_clipped_loss(self) -> LossSettings:
+        if self.variant == "cispo" and self.dual_clip is not None:
+            raise ValueError("dual_clip has no meaning with variant: cispo; set dual_clip: null")
+        return self
+
     @property
     def clip(self) -> Clip:
         return Clip(self.clip_low, self.clip_high, self.dual_clip)
@@ -228,11 +234,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ValueError(f"{override!r} is not an override; write section.key=value")
     *sections, last = key.split(".")
-    if not sections and last == "preset" and text in PRESETS:
-        values.update(_merged(values, deepcopy(PRESETS[text])), preset=text)
-        return
     if not sections and last == "preset":
-        values["preset"] = text  # refused with all other faults
+        values["preset"] = preset = _value(override, text)
+        if isinstance(preset, str):
+            for section, settings in deepcopy(PRESETS.get(preset, {})).items():
+                if isinstance(values.get(section) or {}, dict):  # else refused with all other faults
+                    values[section] = _merged(values.get(section) or {}, settings)
         return
     if not sections:
         if last not in Config.model_fields:
@@ -248,8 +255,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
         values = values[section]
         if not isinstance(values, dict):
             raise ValueError(f"{override!r}: {section} is not a section")
+    values[last] = _value(override, text)
+
+
+def _value(override: str, text: str) -> Any:
     try:
-        values[last] = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{override!r}: the value is not valid YAML ({error})") from error
 
@@ -263,6 +274,9 @@ def _fault(fault: dict[str, Any]) -> str:
         return f"{key}: {_unknown(location[-1], _section(location[:-1]))}"
     if fault["type"] == "missing":
         return f"{key}: is missing; add it"
+    if fault["type"] == "model_type":
+        known = ", ".join(_section(location).model_fields)
+        return f"{key}: {fault['input']!r} will not do: it is a section with keys of its own ({known})"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{key}: {message}" if key else message

@@ -33,6 +33,9 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
         values = [reward["means"][name] for reward in rewards if name in reward["means"]]
         if values:
             metrics[f"reward/{name}"] = fmean(values)
+    penalties = [reward["overlong"] for reward in rewards]
+    if any(penalties):
+        metrics["reward/overlong"] = fmean(penalties)
     words = [row["score"]["notes"]["bleu_word"] for row in rows if "bleu_word" in row["score"]["notes"]]
     if words:
         metrics["reward/bleu_word"] = fmean(words)

@@ -76,9 +76,14 @@ class _Row:
 
 
 def plan_micro_batches(
-    sequences: Sequence[TrainSequence], *, max_tokens: int, share_prompt: bool = True, pair_cost: float = 0.0
+    sequences: Sequence[TrainSequence],
+    *,
+    max_tokens: int,
+    share_prompt: bool = True,
+    pair_cost: float = 0.0,
+    multiple: int = 1,
 ) -> list[list[_Row]]:
-    """Rows, then micro-batches of rows: neither longer than `max_tokens` (padding counted).
+    """Rows, then micro-batches of rows: neither longer than `max_tokens`, padding to `multiple` counted.
 
     With `share_prompt`, sequences with the same prompt share rows: as few rows as is cheapest, where a row of L
     tokens costs L + `pair_cost` · L². Every sequence lands in exactly one row. Raises ValueError for an empty
@@ -99,7 +104,7 @@ def plan_micro_batches(
     rows = [row for siblings in groups.values() for row in _cheapest_rows(siblings, max_tokens, pair_cost)]
     micro_batches: list[list[_Row]] = []
     for row in sorted(rows, key=len):  # ascending lengths: the newest row is the longest, so it sets the padded size
-        if micro_batches and (len(micro_batches[-1]) + 1) * len(row) <= max_tokens:
+        if micro_batches and (len(micro_batches[-1]) + 1) * padded_length([row], multiple) <= max_tokens:
             micro_batches[-1].append(row)
         else:
             micro_batches.append([row])
@@ -124,9 +129,14 @@ def _even_rows(siblings: Sequence[TrainSequence], number: int) -> list[_Row]:
     return [_Row(siblings[0].prompt_ids, tuple(part)) for part in parts]
 
 
+def padded_length(rows: Sequence[_Row], multiple: int) -> int:
+    """The longest row, rounded up to a multiple of `multiple` tokens."""
+    return -(-max(map(len, rows)) // multiple) * multiple
+
+
 def pack(rows: Sequence[_Row], multiple: int = 1) -> PackedBatch:
-    """The tensors of one micro-batch of `plan_micro_batches`, its rows padded to a multiple of `multiple` tokens."""
-    length = -(-max(len(row) for row in rows) // multiple) * multiple
+    """The tensors of one micro-batch of `plan_micro_batches`."""
+    length = padded_length(rows, multiple)
     shape = (len(rows), length)
     input_ids_RL, position_ids_RL = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     segment_RL = torch.full(shape, PADDING)
@@ -159,7 +169,7 @@ def pack(rows: Sequence[_Row], multiple: int = 1) -> PackedBatch:
     )
 
 
-def idle_batch() -> PackedBatch:
+def idle_batch(multiple: int = 1) -> PackedBatch:
     """What a rank without work runs, so that it joins every collective call of the others: weight 0."""
     nothing = TrainSequence((0,), (0,), (0.0,), number=0, advantage=0.0, weight=0.0)
-    return pack([_Row(nothing.prompt_ids, (nothing,))])
+    return pack([_Row(nothing.prompt_ids, (nothing,))], multiple)

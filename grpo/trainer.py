@@ -108,16 +108,16 @@ class Trainer:
 
         # ── advantages ── of all ranks' groups, since batch_std needs them all
         with timer.phase("update"):
-            rewards = [[reward.total for reward in group.rewards_G] for group in groups]
+            totals = [[reward.total for reward in group.rewards_G] for group in groups]
+            rewards_PG, valid_PG = self.tables(groups, totals)
+            signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
             if config.loss.kl_in_reward:
                 kl_PG, mean_kl = self.updater.reply_kl(groups)
-                rewards = [
-                    [reward - config.loss.kl_coef * kl for reward, kl in zip(rewards_G, kl_G, strict=True)]
-                    for rewards_G, kl_G in zip(rewards, kl_PG, strict=True)
-                ]
+                rewards_PG = rewards_PG - config.loss.kl_coef * self.tables(groups, kl_PG)[0]
             advantages_PG = group_advantages(
-                *self.tables(groups, rewards), baseline=config.advantage.baseline, scale=config.advantage.scale
+                rewards_PG, valid_PG, baseline=config.advantage.baseline, scale=config.advantage.scale
             )
+            advantages_PG = torch.where(signal_P[:, None], advantages_PG, 0.0)
             own_advantages = [advantages_PG[group.position].tolist() for group in groups]
 
         # ── update ──
@@ -159,8 +159,8 @@ class Trainer:
         groups: dict[int, Group] = {}
         wanted, num_refilled = dict(enumerate(rows)), 0
         for last in [False] * sampling.dynamic_sampling.max_rounds + [True]:
-            # This rank takes every world_size-th position.
-            own = [(p, train[row]) for p, row in wanted.items() if p % self.ranks.world_size == self.ranks.rank]
+            groups = {position: group for position, group in groups.items() if position not in wanted}
+            own = [(position, train[row]) for position, row in wanted.items()][self.ranks.rank :: self.ranks.world_size]
             played = self.runner.run(play_and_score(self.parts.rollout, self.parts.scorer, own, plan))
             self.check_failures(played)
             groups |= {group.position: group for group in played}
@@ -174,13 +174,15 @@ class Trainer:
                 break
         return [groups[position] for position in sorted(groups)], num_refilled
 
-    def tables(self, groups: Sequence[Group], rewards: Sequence[Sequence[float]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rewards, validity), [P, G] each, of all ranks' groups by position. Collective."""
+    def tables(
+        self, groups: Sequence[Group], values_PG: Sequence[Sequence[float]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(values, validity), [P, G] each, of all ranks' groups by position. Collective."""
         valid = [[reward.valid for reward in group.rewards_G] for group in groups]
-        shares = self.ranks.gather([*zip((group.position for group in groups), rewards, valid, strict=True)])
+        shares = self.ranks.gather([*zip((group.position for group in groups), values_PG, valid, strict=True)])
         rows = sorted(row for share in shares for row in share)
         return (
-            torch.tensor([totals for _, totals, _ in rows], dtype=torch.float64),
+            torch.tensor([values for _, values, _ in rows], dtype=torch.float64),
             torch.tensor([valid for _, _, valid in rows]),
         )
 

@@ -7,6 +7,7 @@ before the first step; where a mini-batch is the first, they are its own forward
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -39,9 +40,10 @@ class Tally:
 
     def add(self, **per_token_N: torch.Tensor) -> None:
         self._tokens += next(iter(per_token_N.values())).numel()
-        for name, values_N in per_token_N.items():
-            self._sums[name] = self._sums.get(name, 0.0) + values_N.detach().double().sum().item()
-        self._gap_max = max(per_token_N["gap"].max().item(), self._gap_max)  # in this order NaN wins
+        sums = torch.stack([values_N.detach().double().sum() for values_N in per_token_N.values()])
+        for name, total in zip(per_token_N, sums.tolist(), strict=True):  # one transfer from the device
+            self._sums[name] = self._sums.get(name, 0.0) + total
+        self._gap_max = max(self._gap_max, per_token_N["gap"].max().item())
 
     def means(self, ranks: Ranks) -> dict[str, float]:
         """Token means over all ranks, and the largest gap. Collective. Empty where there were no tokens."""
@@ -58,8 +60,8 @@ class Tally:
 class _MiniBatch:
     micro_batches: list[PackedBatch]
     """As many on every rank."""
-    head_chunks: list[int]
-    """Of each micro-batch, the same on every rank: ZeRO-3 gathers the head for each."""
+    num_chunks: list[int]
+    """For the head, of each micro-batch, the same on every rank: ZeRO-3 gathers the head for each."""
     is_own: list[bool]
     """False where this rank has nothing and only joins in."""
 
@@ -145,6 +147,8 @@ class Updater:
             if is_own:
                 for number, total in enumerate(sequence_sums(k1_N, batch.sequence_N).tolist()):
                     sums[number] += total
+        if not all(map(math.isfinite, sums)):
+            raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
         kl_PG = [[0.0] * len(group.rewards_G) for group in groups]
         for (g, sample, _), total in zip(replies, sums, strict=True):
             kl_PG[g][sample] = total
@@ -182,17 +186,18 @@ class Updater:
             max_tokens=self.settings.max_tokens_per_micro_batch,
             share_prompt=self.settings.share_prompt and attention.shares_rows,
             pair_cost=attention.pair_cost,
+            multiple=attention.row_multiple,
         )
         packed = [pack(rows, attention.row_multiple) for rows in planned]
         # Ranks agree on every collective call: on the number of micro-batches, and on how each is cut for the head.
         shares = self.ranks.gather([head_chunks(batch) for batch in packed])
         chunks = [max(column) for column in zip_longest(*shares, fillvalue=1)]
-        idle = [idle_batch()] * (len(chunks) - len(packed))
+        idle = [idle_batch(attention.row_multiple)] * (len(chunks) - len(packed))
         return _MiniBatch([*packed, *idle], chunks, [True] * len(packed) + [False] * len(idle))
 
     def _batches(self, mini_batch: _MiniBatch) -> Iterator[tuple[PackedBatch, int]]:
         """Its micro-batches on the device, with the number of pieces for the head."""
-        for batch, chunks in zip(mini_batch.micro_batches, mini_batch.head_chunks, strict=True):
+        for batch, chunks in zip(mini_batch.micro_batches, mini_batch.num_chunks, strict=True):
             yield batch.to(self.ranks.device), chunks
 
     def _accumulate(self, mini_batch: _MiniBatch, old_logprobs: Sequence[torch.Tensor | None], tally: Tally) -> None:

@@ -94,6 +94,15 @@ class RewardSettings(Section):
         return any(by_llm[name] for name in self.weights)
 
     @model_validator(mode="after")
+    def _a_cut_reply_is_not_spared_the_penalty(self) -> RewardSettings:
+        if self.soft_overlong.penalty > 0 and not isinstance(self.truncated, str):
+            raise ValueError(
+                f"soft_overlong.penalty needs truncated: score (or mask): with {self.truncated:g}, a reply that is cut "
+                "would be spared the penalty of one that almost was"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_judged_component_needs_a_judge(self) -> RewardSettings:
         if self.needs_judge and self.judge is None:
             raise ValueError(

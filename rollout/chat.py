@@ -112,9 +112,8 @@ def check_context(folder: Path, max_context_tokens: int) -> None:
         raise ValueError(f"model.path: {folder}/config.json cannot be used ({error})") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(f"model.path: {folder} holds a {config.model_type} model, which has no causal language head")
-    unsupported = [
-        name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, name, None)
-    ]
+    scalings = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+    unsupported = [name for name in scalings if getattr(config, name, None) not in (None, False, 1)]
     if unsupported:
         raise ValueError(
             f"model.path: {folder} has {', '.join(unsupported)}, which the trainer does not compute; take another"

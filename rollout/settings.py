@@ -8,16 +8,25 @@ one; `python -m launch.train --help` prints them all.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
     """Base of all settings: frozen, no unknown keys, no infinities. Numbers may be written as text (1e-6)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_switch_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML's true would pass for 1."""
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and annotation is not bool:
+            raise ValueError(f"{str(value).lower()} will not do: this is no switch")
+        return value
 
 
 class DataSettings(Section):

@@ -47,6 +47,16 @@ def test_every_shipped_reward_file_replaces_the_section(path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"run__steps": True}, "run.steps: true will not do: this is no switch"),
+        (
+            {"rollout__dynamic_sampling": 3},
+            "rollout.dynamic_sampling: 3 will not do: it is a section with keys of its own",
+        ),
+        ({"loss": {"variant": "cispo", "dual_clip": 3.0}}, "loss: dual_clip has no meaning with variant: cispo"),
+        (
+            {"rewards__soft_overlong": {"penalty": 1.0}, "rewards__truncated": 0.0},
+            "rewards: soft_overlong.penalty needs truncated: score",
+        ),
         ({"rollout__group_sise": 8}, "rollout.group_sise: there is no such key; did you mean 'group_size'"),
         ({"optimiser": {"lr": 1}}, "optimiser: there is no such key; did you mean 'optimizer'"),
         (
@@ -109,6 +119,7 @@ def test_overrides_change_one_key_and_are_checked_like_the_file():
         ("rewards=configs/rewards/none.yaml", "none.yaml: cannot be read"),
         ("run.seed=[1", "the value is not valid YAML"),
         ("run.seed.x=1", "seed is not a section"),
+        ("preset=[dapo]", "preset: ['dapo'] will not do"),
     ],
 )
 def test_a_bad_override_is_explained(override, message):
@@ -126,6 +137,17 @@ def test_a_preset_lies_under_the_file_and_over_it_on_the_command_line(tmp_path):
     assert over.loss.aggregate == "seq_mean_token_sum_norm" and over.advantage.scale == "none"
     assert over.loss.clip_high == 0.2 and over.loss.clip_low == 0.1
     assert PRESETS["dr_grpo"]["loss"]["clip_low"] == 0.2
+    assert load_config(path, ["preset=null"]).preset is None
+
+
+def test_a_preset_leaves_nothing_of_another_method_behind():
+    recipe = Path("configs/medium_qwen3_4b.yaml")
+    once = load_config(recipe, ["preset=dr_grpo"])
+    assert once.loss.dual_clip is None and once.loss.kl_coef == 0
+    twice = load_config(
+        recipe, ["loss.kl_placement=in_reward", "preset=dapo", "rewards.truncated=0.0", "preset=dr_grpo"]
+    )
+    assert twice.model_dump() == once.model_dump()
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -27,6 +27,7 @@ def row(scenario, sample, continuation, total, advantage, tokens, *, cut=False, 
             "means": means,
             "weighted": weighted,
             "clamped": {n: min(w, 1) for n, w in weighted.items()},
+            "overlong": 0.0,
         },
     }
 

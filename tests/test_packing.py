@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    RwkvConfig,
+)
 
 from grpo import logprobs
 from grpo.attention import PackedAttention, choose_attention
@@ -122,6 +132,14 @@ def test_rows_of_uneven_replies_come_out_about_equal_and_within_the_budget():
     assert rows_of(50, 400, 100, 300, pair_cost=0.0, max_tokens=600) == [[50, 400], [100, 300]]
 
 
+def test_the_budget_counts_rows_as_they_are_padded():
+    siblings = [sequence(range(5), [1] * 5, number) for number in range(4)]
+    for multiple, expected in ((1, [4]), (16, [2, 2])):  # 4 rows of 10 tokens, or of 16, in 40
+        planned = plan_micro_batches(siblings, max_tokens=40, share_prompt=False, multiple=multiple)
+        assert [len(rows) for rows in planned] == expected
+        assert all(pack(rows, multiple).input_ids_RL.numel() <= 40 for rows in planned)
+
+
 def test_a_row_may_be_padded_to_whole_blocks():
     batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0], multiple=8)
     assert batch.input_ids_RL.shape[1] % 8 == 0
@@ -148,11 +166,21 @@ def test_flex_attention_is_taken_on_a_gpu_unless_it_is_unwanted():
     config, gpu = LlamaConfig(**SMALL), torch.device("cuda")
     assert choose_attention(config, gpu).implementation == "flex_attention"
     assert choose_attention(config, gpu, "dense").kind == choose_attention(config, torch.device("cpu")).kind == "dense"
+    assert choose_attention(GPT2Config(), gpu).kind == "dense"  # its class takes no FlexAttention
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [(GPTNeoConfig(), "local attention"), (BloomConfig(), "ALiBi"), (RwkvConfig(), "layers without attention")],
+)
+def test_models_that_count_columns_get_one_sequence_per_row(config, reason):
+    attention = choose_attention(config, torch.device("cpu"))
+    assert not attention.shares_rows and reason in attention.reason
 
 
 def test_the_block_mask_of_the_gpu_is_the_dense_mask():
     batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
-    block = PackedAttention("flex", 0.0, "").mask(batch)
+    block = PackedAttention("flex", 0.0, "flex_attention", "").mask(batch)
     length = batch.input_ids_RL.shape[1]
     index = torch.arange(length)
     dense = [[[bool(block.mask_mod(r, 0, q, k)) for k in index] for q in index] for r in range(len(batch.segment_RL))]

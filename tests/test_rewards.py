@@ -204,7 +204,8 @@ def test_the_overlong_penalty_grows_over_the_last_part_of_the_limit(num_tokens, 
 
 def test_the_overlong_penalty_is_taken_from_the_total(small_model):
     # The reply of `conversation` has one token, half of the limit of two, over which the penalty grows.
-    talk, settings = conversation("The hive is tied down."), SETTINGS | {"soft_overlong": {"buffer": 1.0, "penalty": 3}}
+    talk, settings = conversation("The hive is tied down."), SETTINGS | {"truncated": "score"}
+    settings |= {"soft_overlong": {"buffer": 1.0, "penalty": 3}}
     scorer = Scorer(RewardSettings(**settings), Chat.load(small_model), judge=None, max_reply_tokens=2)
     scores = asyncio.run(score_batch(scorer, [talk]))
     reward = scorer.reward([talk], scores)

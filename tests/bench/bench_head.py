@@ -41,7 +41,7 @@ class Head(nn.Module):
 
 
 def measure(kind: str, num_tokens: int) -> float:
-    model = LogprobModel(Head(), PackedAttention("own", 0.0, ""), temperature=1.0)
+    model = LogprobModel(Head(), PackedAttention("own", 0.0, "sdpa", ""), temperature=1.0)
     reply = TrainSequence((0,), (0,) * num_tokens, (0.0,) * num_tokens, number=0, advantage=1.0, weight=1.0)
     batch = pack(plan_micro_batches([reply], max_tokens=num_tokens + 1)[0])
     meter = Meter()

@@ -122,7 +122,11 @@ def measure(
     causal_lm.set_attn_implementation(attention.implementation)
     model = LogprobModel(causal_lm, attention, temperature=1.0)
     planned = plan_micro_batches(
-        sequences, max_tokens=MAX_TOKENS, share_prompt=share_prompt, pair_cost=attention.pair_cost
+        sequences,
+        max_tokens=MAX_TOKENS,
+        share_prompt=share_prompt,
+        pair_cost=attention.pair_cost,
+        multiple=attention.row_multiple,
     )
     batches = [pack(rows, attention.row_multiple).to(causal_lm.device) for rows in planned]
     held = 2 * sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -156,7 +160,7 @@ def main() -> None:
         causal_lm = Qwen3ForCausalLM._from_config(MODEL, dtype=torch.bfloat16, attn_implementation="sdpa")
     causal_lm.train()
     attention = choose_attention(MODEL, device)
-    own_attention = PackedAttention("own", 0.0, "the model's own masks")
+    own_attention = PackedAttention("own", 0.0, "sdpa", "the model's own masks")
     head = causal_lm.get_output_embeddings().weight.numel()  # tied, so the embedding is counted with it
     body = sum(parameter.numel() for parameter in causal_lm.parameters()) - head
     rate = matrix_rate(device)
