@@ -74,7 +74,8 @@ class LossSettings(Section):
     )
     entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
     correction: Correction = Field(
-        "off", description="weight of the policy loss by trainer's ÷ sampler's probability: off, per token or sequence"
+        "none",
+        description="weight of the policy loss by trainer's ÷ sampler's probability: none, per token or sequence",
     )
     correction_cap: float = Field(2.0, gt=0, description="largest such weight")
 

@@ -17,7 +17,7 @@ import torch
 
 KLEstimator = Literal["k1", "k2", "k3", "low_var_kl"]
 Variant = Literal["grpo", "gspo", "cispo"]
-Correction = Literal["off", "token", "sequence"]
+Correction = Literal["none", "token", "sequence"]  # not "off", which YAML reads as false
 Aggregate = Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"]
 
 
@@ -148,10 +148,10 @@ def sampling_correction(
 
     - `token`: min(exp(old − sampler), cap), truncated importance sampling (https://fengyao.notion.site/off-policy-rl).
     - `sequence`: the same with the mean over the sequence, the geometric mean of its ratios.
-    - `off`: 1.
+    - `none`: 1.
     """
     difference_N = (old_logprobs_N - sampler_logprobs_N).detach()
-    if mode == "off":
+    if mode == "none":
         return torch.ones_like(difference_N)
     if mode == "sequence":
         difference_N = sequence_mean(difference_N, sequence_N)

@@ -21,7 +21,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
         "kl_coef": 0.0,
         "kl_placement": "in_loss",
         "entropy_coef": 0.0,
-        "correction": "off",
+        "correction": "none",
     },
 }
 """What every preset starts from, so that nothing of an earlier method stays behind."""

@@ -148,7 +148,12 @@ OLD, SAMPLER, SEQUENCE = tensor(LN2, 3 * LN2, -LN2), tensor(0.0, 0, 0), torch.te
 
 @pytest.mark.parametrize(
     ("mode", "cap", "expected"),
-    [("off", 2.0, (1, 1, 1)), ("token", 2.0, (2, 2, 0.5)), ("token", 5.0, (2, 5, 0.5)), ("sequence", 9.0, (4, 4, 0.5))],
+    [
+        ("none", 2.0, (1, 1, 1)),
+        ("token", 2.0, (2, 2, 0.5)),
+        ("token", 5.0, (2, 5, 0.5)),
+        ("sequence", 9.0, (4, 4, 0.5)),
+    ],
 )
 def test_the_correction_weighs_by_how_much_likelier_the_trainer_finds_a_token(mode, cap, expected):
     close(sampling_correction(OLD, SAMPLER, SEQUENCE, mode=mode, cap=cap), *expected)
