@@ -25,7 +25,9 @@ class Section(BaseModel):
         """YAML's true would pass for 1."""
         annotation = cls.model_fields[info.field_name].annotation
         if isinstance(value, bool) and annotation is not bool:
-            raise ValueError(f"{str(value).lower()} will not do: this is no switch")
+            raise ValueError(
+                f"{str(value).lower()} will not do: this is no switch (YAML reads on, off, yes, no as one)"
+            )
         return value
 
 
