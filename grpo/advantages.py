@@ -59,13 +59,17 @@ def group_advantages(
         advantages_PG = advantages_PG / (std_P1 + eps)
     elif scale == "batch_std" and valid_PG.sum() > 1:
         advantages_PG = advantages_PG / (rewards_PG[valid_PG].double().std() + eps)
-    return torch.where(has_signal(rewards_PG, valid_PG)[:, None], advantages_PG, 0.0)
+    return torch.where(_differ(count_P1, std_P1), advantages_PG, 0.0)
 
 
 def has_signal(rewards_PG: torch.Tensor, valid_PG: torch.Tensor) -> torch.Tensor:
     """Which groups tell their members apart, [P] bool: two valid members or more, and a std of 1e-6 or more."""
     count_P1, _, std_P1 = _spread(rewards_PG, valid_PG)
-    return ((count_P1 >= 2) & (std_P1 >= SPREAD_FLOOR))[:, 0]
+    return _differ(count_P1, std_P1)[:, 0]
+
+
+def _differ(count_P1: torch.Tensor, std_P1: torch.Tensor) -> torch.Tensor:
+    return (count_P1 >= 2) & (std_P1 >= SPREAD_FLOOR)
 
 
 def _spread(rewards_PG: torch.Tensor, valid_PG: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from grpo.packing import PADDING, PROMPT, PackedBatch
+from grpo.packing import PADDING, PackedBatch, visibility
 
 FLEX_BLOCK = 128
 
@@ -79,11 +79,7 @@ def _block_mask(segment_RL: torch.Tensor):
     from torch.nn.attention.flex_attention import create_block_mask
 
     rows, length = segment_RL.shape
-
-    def may_look(row, _, query, key):
-        segment = segment_RL[row, key]
-        return (query >= key) & ((segment == PROMPT) | (segment == segment_RL[row, query]))
-
+    may_look = visibility(segment_RL)
     return create_block_mask(may_look, rows, None, length, length, device=segment_RL.device, BLOCK_SIZE=FLEX_BLOCK)
 
 

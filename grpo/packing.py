@@ -15,7 +15,7 @@ tokens (flat, sequence after sequence).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -59,11 +59,22 @@ class PackedBatch:
 
     def attention_mask(self) -> torch.Tensor:
         """[R, 1, L, L] bool, True where a query (third axis) may look at a key (last axis)."""
-        query_RL1, key_R1L = self.segment_RL[:, :, None], self.segment_RL[:, None, :]
-        length = self.segment_RL.shape[1]
-        causal_LL = torch.ones(length, length, dtype=torch.bool, device=self.segment_RL.device).tril()
-        # Padding attends to itself (its segment equals its own), so no row of the softmax is empty.
-        return (causal_LL & ((key_R1L == PROMPT) | (key_R1L == query_RL1)))[:, None]
+        rows, length = self.segment_RL.shape
+        row_R, column_L = (torch.arange(number, device=self.segment_RL.device) for number in (rows, length))
+        return visibility(self.segment_RL)(row_R[:, None, None, None], None, column_L[:, None], column_L)
+
+
+def visibility(segment_RL: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """may_look(row, head, query, key), of indices that broadcast: True where the query may look at the key.
+
+    Padding attends to itself (its segment equals its own), so no row of the softmax is empty.
+    """
+
+    def may_look(row, _, query, key):
+        segment = segment_RL[row, key]
+        return (query >= key) & ((segment == PROMPT) | (segment == segment_RL[row, query]))
+
+    return may_look
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,8 @@ def plan_micro_batches(
     pair_cost: float = 0.0,
     multiple: int = 1,
 ) -> list[list[_Row]]:
-    """Rows, then micro-batches of rows: neither longer than `max_tokens`, padding to `multiple` counted.
+    """Rows, then micro-batches of rows: neither longer than `max_tokens`, padding to `multiple` counted (but
+    a row that fits only before that padding stands alone).
 
     With `share_prompt`, sequences with the same prompt share rows: as few rows as is cheapest, where a row of L
     tokens costs L + `pair_cost` · L². Every sequence lands in exactly one row. Raises ValueError for an empty

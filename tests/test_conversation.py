@@ -7,25 +7,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 
-from rollout.chat import Chat
 from rollout.conversation import Rollout, RolloutPlan
-from rollout.engine import SharedEngine
-from rollout.engine_transformers import TransformersEngine
 from rollout.llm_client import LLMError
-from rollout.settings import EngineSettings, RolloutSettings
+from rollout.settings import RolloutSettings
 from rollout.simulator import UserTurn
 from rollout.types import Scenario
-from tests.tiny import make_model
+from tests.tiny import make_engine, make_model
 
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp("model"))
-    chat = Chat.load(folder)
-    settings = EngineSettings(max_context_tokens=160)
-    engine = SharedEngine(TransformersEngine(settings, folder, torch.float32, torch.device("cpu"), chat.stop_ids))
+    chat, engine = make_engine(folder)
     yield chat, engine
     engine.close()
 

@@ -13,15 +13,11 @@ from grpo.config import Config
 from grpo.ranks import Ranks
 from grpo.trainer import Parts, Trainer
 from rewards.scoring import Scorer
-from rollout.chat import Chat
 from rollout.conversation import Rollout
 from rollout.data import batch_rows, spare_rows
-from rollout.engine import SharedEngine
-from rollout.engine_transformers import TransformersEngine
-from rollout.settings import EngineSettings
 from rollout.simulator import ScriptedUser
 from rollout.types import Scenario
-from tests.tiny import make_model
+from tests.tiny import make_engine, make_model
 
 NUM_SCENARIOS, PROMPTS = 12, 4
 
@@ -37,9 +33,7 @@ class Alone(Ranks):
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
     folder = make_model(tmp_path_factory.mktemp("model"))
-    chat = Chat.load(folder)
-    settings = EngineSettings(max_context_tokens=160)
-    engine = SharedEngine(TransformersEngine(settings, folder, torch.float32, torch.device("cpu"), chat.stop_ids))
+    chat, engine = make_engine(folder)
     yield folder, chat, engine
     engine.close()
 

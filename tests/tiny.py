@@ -13,6 +13,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from rollout.chat import Chat
+from rollout.engine import SharedEngine
+from rollout.engine_transformers import TransformersEngine
+from rollout.settings import EngineSettings
+
 WORDS = "hello i can help what do you want to say about the bees on roof they hum and keep warm in winter ? . !".split()
 SPECIAL = ["<unk>", "<end>", "<system>", "<user>", "<assistant>"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -50,3 +55,10 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     GenerationConfig(eos_token_id=1, pad_token_id=1).save_pretrained(folder)
     return folder
+
+
+def make_engine(folder: Path) -> tuple[Chat, SharedEngine]:
+    """The chat template and an engine of the model in `folder`, with little room."""
+    chat = Chat.load(folder)
+    settings = EngineSettings(max_context_tokens=160)
+    return chat, SharedEngine(TransformersEngine(settings, folder, torch.float32, torch.device("cpu"), chat.stop_ids))

@@ -3,9 +3,9 @@
     python -m tests.bench.bench_head
 
 Forward and backward of the head alone (hidden size 1,024, tied to nothing, float32) over N response tokens, each case
-in a process of its own. `peak` is the resident memory at its highest less that before, GiB: chunks hold one chunk of logits
-and the head's gradient, twice while that of a chunk is added (0.58 GiB each), whole logits all of them and the gradient
-once. The last line is JSON.
+in a process of its own. `peak` is the resident memory at its highest less that before, GiB: chunks hold one chunk of
+logits and the head's gradient, twice while that of a chunk is added (0.58 GiB each), whole logits all of them and the
+gradient once. The last line is JSON.
 """
 
 from __future__ import annotations

@@ -55,6 +55,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from grpo.ranks import end_process
+
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {"short": (2, 114, 8, 48), "long_prompt": (1, 1500, 8, 64), "long_replies": (1, 114, 8, 256)}
 """(prompts, prompt tokens, replies per prompt, reply tokens)"""
@@ -227,8 +229,7 @@ def main() -> None:
         sys.exit(2)
     if options.system:
         print("\n" + json.dumps(measure(options.system, options.task, options.shape, options.model, options.threads)))
-        sys.stdout.flush()
-        os._exit(0)  # worker threads of gloo may abort an interpreter that shuts down
+        end_process()
 
     result: Figures = {
         "versions": {name: version(name) for name in ("torch", "trl", "transformers")},

@@ -28,7 +28,6 @@ import json
 import statistics
 import sys
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from grpo.attention import PackedAttention, choose_attention
 from grpo.logprobs import LogprobModel
 from grpo.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
+from tests.bench.common import Shape
 
 MODEL = Qwen3Config(
     vocab_size=151936,
@@ -55,14 +55,6 @@ UPDATES = 3
 MATRIX_SIZE = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    prompts: int
-    prompt_tokens: int
-    group_size: int
-    reply_tokens: int
-
-
 SHAPES = {
     "short": Shape(16, 256, 8, 128),
     "long_prompt": Shape(4, 4096, 8, 256),
@@ -76,7 +68,7 @@ def fixed_sequences(shape: Shape) -> list[TrainSequence]:
     def draw(number: int) -> tuple[int, ...]:
         return tuple(torch.randint(MODEL.vocab_size, (number,), generator=generator).tolist())
 
-    weight = 1 / (shape.prompts * shape.group_size * shape.reply_tokens)
+    weight = 1 / shape.response_tokens
     nothing = (0.0,) * shape.reply_tokens
     prompts = [draw(shape.prompt_tokens) for _ in range(shape.prompts)]
     return [
@@ -88,7 +80,7 @@ def fixed_sequences(shape: Shape) -> list[TrainSequence]:
             advantage=(-1.0) ** number,
             weight=weight,
         )
-        for number in range(shape.prompts * shape.group_size)
+        for number in range(shape.num_replies)
     ]
 
 
@@ -174,7 +166,7 @@ def main() -> None:
     print(f"{result['gpu']}: torch.mm {rate / 1e12:.0f} TFLOP/s in bfloat16; {attention.reason}")
     for name, shape in SHAPES.items():
         sequences = fixed_sequences(shape)
-        head_operations = 6 * head * shape.prompts * shape.group_size * shape.reply_tokens
+        head_operations = 6 * head * shape.response_tokens
         modes = {
             "packed": measure(causal_lm, attention, sequences, True),
             "padded": measure(causal_lm, attention, sequences, False),

@@ -20,7 +20,6 @@ from grpo.recorder import read_rows
 from grpo.update import Updater
 from launch.train import check_inputs, run_training
 from rewards.scoring import ReplyReward
-from rollout.types import Conversation, Scenario
 from tests.bench.common import (
     KL_COEF,
     LR,
@@ -34,6 +33,7 @@ from tests.bench.common import (
     matrix_rate,
     prompt_texts,
 )
+from tests.groups import group_of
 
 
 def _make_updater(model: Path, shape: Shape) -> Updater:
@@ -53,16 +53,8 @@ def _make_updater(model: Path, shape: Shape) -> Updater:
 
 
 def _make_groups(model: Path, shape: Shape) -> list[Group]:
-    groups = []
-    for position, replies in enumerate(fixed_replies(model, shape)):
-        scenario = Scenario(f"bench/{position}", ({"role": "user", "content": "x"},), "", "", None, "bench", position)
-        talks = tuple(
-            (Conversation(scenario, sample, 0, scenario.messages, 1, (reply,), "length"),)
-            for sample, reply in enumerate(replies)
-        )
-        rewards = tuple(ReplyReward(total, True, {}, {}, {}) for total in group_rewards(shape))
-        groups.append(Group(scenario, position, talks, ((),) * len(replies), rewards))
-    return groups
+    rewards = [ReplyReward(total, True, {}, {}, {}) for total in group_rewards(shape)]
+    return [group_of(position, replies, rewards) for position, replies in enumerate(fixed_replies(model, shape))]
 
 
 def _update(updater: Updater, model: Path, shape: Shape, *, updates: int) -> dict[str, Any]:

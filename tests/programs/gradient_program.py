@@ -18,8 +18,8 @@ from grpo.experience import Group
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks, end_process
 from grpo.update import Updater
-from rewards.scoring import ReplyReward
-from rollout.types import Conversation, Reply, Scenario
+from rollout.types import Reply
+from tests.groups import group_of, rewards_of
 
 TEMPERATURE = 0.8
 LOSS = LossSettings(
@@ -36,14 +36,8 @@ def groups() -> list[Group]:
     made = []
     for position in range(4):
         prompt = draw(4 + position)
-        scenario = Scenario(f"s/{position}", ({"role": "user", "content": "x"},), "", "", None, "s", position)
         replies = [Reply(prompt, draw(n), (-3.0,) * n, "", "stop") for n in (1 + position, 5, 9, 16 - 2 * position)]
-        talks = tuple(
-            (Conversation(scenario, i, 0, scenario.messages, 1, (reply,), "turn_limit"),)
-            for i, reply in enumerate(replies)
-        )
-        rewards = tuple(ReplyReward(0.0, (position, i) != (2, 1), {}, {}, {}) for i in range(4))
-        made.append(Group(scenario, position, talks, ((),) * 4, rewards))
+        made.append(group_of(position, replies, rewards_of([(position, sample) != (2, 1) for sample in range(4)])))
     return made
 
 

@@ -26,8 +26,8 @@ from grpo.experience import Group
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks, end_process
 from grpo.update import Updater
-from rewards.scoring import ReplyReward
-from rollout.types import Conversation, Reply, Scenario
+from rollout.types import Reply
+from tests.groups import group_of, rewards_of
 
 MINI_BATCH_PROMPTS, NUM_PROMPTS, STEPS = 2, 4, 2
 LOSS = LossSettings(kl_coef=0.1, kl_estimator="k3", dual_clip=3.0)
@@ -54,16 +54,10 @@ def is_valid(position: int, sample: int) -> bool:
 
 
 def make_groups() -> list[Group]:
-    groups = []
-    for position, replies in enumerate(fixed_replies()):
-        scenario = Scenario(f"s/{position}", ({"role": "user", "content": "x"},), "", "", None, "s", position)
-        talks = tuple(
-            (Conversation(scenario, i, 0, scenario.messages, 1, (reply,), "turn_limit"),)
-            for i, reply in enumerate(replies)
-        )
-        rewards = tuple(ReplyReward(0.0, is_valid(position, i), {}, {}, {}) for i in range(len(replies)))
-        groups.append(Group(scenario, position, talks, ((),) * len(replies), rewards))
-    return groups
+    return [
+        group_of(position, replies, rewards_of([is_valid(position, sample) for sample in range(len(replies))]))
+        for position, replies in enumerate(fixed_replies())
+    ]
 
 
 def run(model: Path, stage: int, dtype: str, out: Path, ranks: Ranks) -> None:
