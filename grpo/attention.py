@@ -1,27 +1,30 @@
 """How the model attends within packed rows: which mask it is given, and what a long row costs.
 
-A row holds several replies that must not see each other (`grpo.packing`). A dense mask says so to any
-softmax attention, at a cost that grows with the square of the row. On CUDA, FlexAttention skips the blocks
-that the mask rules out. Layers that look through a window or carry a state cannot take the mask: such
-models get one sequence per row and make their own masks.
+A row holds several replies that must not see each other (`grpo.packing`). On CUDA, FlexAttention skips the
+blocks that the mask rules out; elsewhere prompts and replies attend in parts (`grpo.prefix_attention`). A dense
+mask serves models that take neither, at a cost that grows with the square of the row. Layers that look through
+a window or carry a state cannot be told: such models get one sequence per row and make their own masks.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PretrainedConfig
 
 from grpo.packing import PADDING, PackedBatch, visibility
+from grpo.prefix_attention import PrefixLayout, attend
 
 FLEX_BLOCK = 128
+PREFIX_ATTENTION = "shared_prefix"
+AttentionInterface.register(PREFIX_ATTENTION, attend)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedAttention:
-    kind: Literal["dense", "flex", "own"]
+    kind: Literal["prefix", "dense", "flex", "own"]
     """`own`: the model's own masks, one sequence per row."""
     pair_cost: float
     """Cost of one (query, key) pair of a row, masked or not, in units of one token's matrix products."""
@@ -38,19 +41,23 @@ class PackedAttention:
         """Rows are padded to whole blocks of FlexAttention, so that few shapes are ever compiled."""
         return FLEX_BLOCK if self.kind == "flex" else 1
 
-    def mask(self, batch: PackedBatch) -> torch.Tensor:
-        """What the model takes as `attention_mask`: [R, 1, L, L] bool, a BlockMask, or [R, L] of 0 and 1."""
+    def arguments(self, batch: PackedBatch, dtype: torch.dtype) -> dict[str, Any]:
+        """What tells the model who may look at whom. `attention_mask` is [R, 1, L, L] bool, a BlockMask, or [R, L]
+        of 0 and 1; `dtype` is that of the activations.
+        """
+        if self.kind == "prefix":
+            return {"attention_mask": None, "prefix_layout": PrefixLayout.of(batch.segment_RL, dtype)}
         if self.kind == "own":
-            return (batch.segment_RL != PADDING).long()
+            return {"attention_mask": (batch.segment_RL != PADDING).long()}
         if self.kind == "dense":
-            return batch.attention_mask()
-        return _block_mask(batch.segment_RL)
+            return {"attention_mask": batch.attention_mask()}
+        return {"attention_mask": _block_mask(batch.segment_RL)}
 
 
 def choose_attention(
     config: PretrainedConfig, device: torch.device, wanted: Literal["auto", "dense"] = "auto"
 ) -> PackedAttention:
-    """The fastest that the model and the device take, and why; `dense` does without FlexAttention."""
+    """The fastest that the model and the device take, and why; `dense` asks for the plainest."""
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     own_masks = _why_own_masks(config)
     if own_masks or not architecture._supports_sdpa:
@@ -59,6 +66,8 @@ def choose_attention(
         return PackedAttention("own", 0.0, implementation, reason)
     if device.type == "cuda" and wanted == "auto" and architecture._supports_flex_attn:
         return PackedAttention("flex", 0.0, "flex_attention", "replies share their prompt's row (FlexAttention)")
+    if wanted == "auto" and architecture._supports_attention_backend:
+        return PackedAttention("prefix", 0.0, PREFIX_ATTENTION, "replies share their prompt's row (prefix attention)")
     return PackedAttention("dense", _pair_cost(config), "sdpa", "replies share their prompt's row (dense mask)")
 
 

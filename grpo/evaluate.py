@@ -46,7 +46,7 @@ async def evaluate(
     chosen = list(enumerate(scenarios[: settings.prompts]))
     plan = RolloutPlan(1, settings.continuations, settings.temperature, seed, EVALUATION_STEP)
     groups = await play_and_score(rollout, scorer, chosen[ranks.rank :: ranks.world_size], plan)
-    own = [(group.position, trace_rows(group, step, [0.0])) for group in groups]
+    own = [(group.position, trace_rows(group, step)) for group in groups]
     by_position = sorted((pair for share in ranks.gather(own) for pair in share), key=lambda pair: pair[0])
     return Evaluation(step, tuple(row for _, rows in by_position for row in rows))
 

@@ -10,7 +10,7 @@ from rewards.scoring import ReplyReward, Scorer
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.types import Conversation, Reply, Scenario, Score
 
-TRACE_SCHEMA = 1
+TRACE_SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,23 @@ async def play_and_score(
     return groups
 
 
-def trace_rows(group: Group, step: int, advantages_G: Sequence[float]) -> list[dict[str, Any]]:
-    """One row per conversation, with everything its reply was trained on."""
+def trace_rows(
+    group: Group,
+    step: int,
+    advantages_G: Sequence[float] | None = None,
+    kl_G: Sequence[float] | None = None,
+    *,
+    replaced: bool = False,
+) -> list[dict[str, Any]]:
+    """One row per conversation, with everything its reply was trained on.
+
+    `advantages_G` is None where nothing was trained: in evaluations, and for groups that others replaced.
+    `kl_G` is each reply's KL (nats, summed over its tokens) where the reward was charged for it.
+    """
     rows = []
-    for conversations_C, scores_C, reward, advantage in zip(
-        group.conversations_GC, group.scores_GC, group.rewards_G, advantages_G, strict=True
+    nothing = [None] * len(group.rewards_G)
+    for conversations_C, scores_C, reward, advantage, kl in zip(
+        group.conversations_GC, group.scores_GC, group.rewards_G, advantages_G or nothing, kl_G or nothing, strict=True
     ):
         for talk, score in zip(conversations_C, scores_C, strict=True):
             rows.append(
@@ -93,7 +105,9 @@ def trace_rows(group: Group, step: int, advantages_G: Sequence[float]) -> list[d
                         "clamped": dict(reward.clamped),
                         "overlong": reward.overlong,
                     },
+                    "kl": kl,
                     "advantage": advantage,
+                    "replaced": replaced,
                 }
             )
     return rows

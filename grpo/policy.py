@@ -68,7 +68,11 @@ class Policy:
             causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         module = LogprobModel(causal_lm, self.attention, temperature, entropy_has_gradient=entropy_has_gradient)
         adamw = torch.optim.AdamW(
-            _decay_groups(module, optimizer.weight_decay), lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps
+            _decay_groups(module, optimizer.weight_decay),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            fused=True,
         )
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=adamw, config=config, dist_init_required=False
@@ -78,6 +82,10 @@ class Policy:
     @property
     def causal_lm(self) -> torch.nn.Module:
         return self.engine.module.causal_lm
+
+    def num_chunks(self, batch: PackedBatch) -> int:
+        """How many chunks the head needs for a micro-batch."""
+        return self.engine.module.num_chunks(batch)
 
     def logprobs(self, batch: PackedBatch, num_chunks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs [N], entropies [N]) with gradients. Collective under ZeRO-3, with the same `num_chunks`."""

@@ -103,7 +103,7 @@ class Trainer:
 
         # ── sample, reply, converse, score ── without barriers between them; this rank's groups, the engine then sleeps
         with timer.phase("rollout"):
-            groups, num_refilled = self.collect(step)
+            groups, replaced = self.collect(step)
             self.engine.sleep()
 
         # ── advantages ── of all ranks' groups, since batch_std needs them all
@@ -111,9 +111,10 @@ class Trainer:
             totals = [[reward.total for reward in group.rewards_G] for group in groups]
             rewards_PG, valid_PG = self.tables(groups, totals)
             signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
+            own_kl, mean_kl = [None] * len(groups), None
             if config.loss.kl_in_reward:
-                kl_PG, mean_kl = self.updater.reply_kl(groups)
-                rewards_PG = rewards_PG - config.loss.kl_coef * self.tables(groups, kl_PG)[0]
+                own_kl, mean_kl = self.updater.reply_kl(groups)
+                rewards_PG = rewards_PG - config.loss.kl_coef * self.tables(groups, own_kl)[0]
             advantages_PG = group_advantages(
                 rewards_PG, valid_PG, baseline=config.advantage.baseline, scale=config.advantage.scale
             )
@@ -123,7 +124,7 @@ class Trainer:
         # ── update ──
         with timer.phase("update"):
             metrics = self.updater.update(groups, own_advantages, config.rollout.prompts_per_step)
-            if config.loss.kl_in_reward:
+            if mean_kl is not None:
                 metrics["kl"] = mean_kl
 
         # ── sync ── the next step samples from the new weights
@@ -133,12 +134,12 @@ class Trainer:
         # ── record ──
         own_traces = [
             row
-            for group, advantages_G in zip(groups, own_advantages, strict=True)
-            for row in trace_rows(group, step, advantages_G)
-        ]
+            for group, advantages_G, kl_G in zip(groups, own_advantages, own_kl, strict=True)
+            for row in trace_rows(group, step, advantages_G, kl_G)
+        ] + [row for group in replaced for row in trace_rows(group, step, replaced=True)]
         traces = [row for share in self.ranks.gather(own_traces) for row in share]
-        metrics |= conversation_metrics(traces, config.rewards.weights)
-        metrics["rollout/refilled_groups"] = float(num_refilled)
+        metrics |= conversation_metrics([row for row in traces if not row["replaced"]], config.rewards.weights)
+        metrics["rollout/refilled_groups"] = float(len({row["scenario_id"] for row in traces if row["replaced"]}))
         metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
         metrics["time/step"] = time.perf_counter() - start
         metrics["tokens_per_second"] = sampled_tokens(traces) / metrics["time/step"]
@@ -147,8 +148,8 @@ class Trainer:
             self.recorder.step(step, metrics, traces)
         return _progress(metrics)
 
-    def collect(self, step: int) -> tuple[list[Group], int]:
-        """This rank's groups of a step, and how many groups all ranks replaced since they held no signal.
+    def collect(self, step: int) -> tuple[list[Group], list[Group]]:
+        """This rank's groups of a step, and those of its groups that others replaced since they held no signal.
 
         Collective, and a pure function of step and rewards, so that all ranks replace the same ones.
         """
@@ -157,8 +158,9 @@ class Trainer:
         rows = batch_rows(step - 1, len(train), sampling.prompts_per_step, seed)
         spare = iter(spare_rows(step, len(train), rows, seed))
         groups: dict[int, Group] = {}
-        wanted, num_refilled = dict(enumerate(rows)), 0
+        wanted, replaced = dict(enumerate(rows)), []
         for last in [False] * sampling.dynamic_sampling.max_rounds + [True]:
+            replaced += [group for position, group in groups.items() if position in wanted]
             groups = {position: group for position, group in groups.items() if position not in wanted}
             own = [(position, train[row]) for position, row in wanted.items()][self.ranks.rank :: self.ranks.world_size]
             played = self.runner.run(play_and_score(self.parts.rollout, self.parts.scorer, own, plan))
@@ -169,10 +171,9 @@ class Trainer:
             totals = [[reward.total for reward in group.rewards_G] for group in groups.values()]
             signal_P = has_signal(*self.tables([*groups.values()], totals))
             wanted = dict(zip((~signal_P).nonzero()[:, 0].tolist(), spare, strict=False))
-            num_refilled += len(wanted)
             if not wanted:
                 break
-        return [groups[position] for position in sorted(groups)], num_refilled
+        return [groups[position] for position in sorted(groups)], replaced
 
     def tables(
         self, groups: Sequence[Group], values_PG: Sequence[Sequence[float]]
@@ -241,7 +242,5 @@ def _peak_gib(device: torch.device) -> float:
 
 def _progress(metrics: dict[str, float]) -> str:
     phases = " ".join(f"{name} {metrics[f'time/{name}']:.1f}s" for name in ("rollout", "update", "sync"))
-    return (
-        f"reward {metrics['reward/mean']:.3f}, kl {metrics.get('kl', 0.0):.4f}, "
-        f"reply {metrics['reply/length_mean']:.0f} tokens | {phases}"
-    )
+    kl = f"kl {metrics['kl']:.4f}, " if "kl" in metrics else ""
+    return f"reward {metrics['reward/mean']:.3f}, {kl}reply {metrics['reply/length_mean']:.0f} tokens | {phases}"

@@ -16,7 +16,6 @@ import torch
 
 from grpo.config import LossSettings, UpdateSettings
 from grpo.experience import Group
-from grpo.logprobs import head_chunks
 from grpo.loss import aggregation_weights, kl_penalty, policy_loss, sampling_correction, sequence_sums
 from grpo.packing import (
     PackedBatch,
@@ -190,7 +189,7 @@ class Updater:
         )
         packed = [pack(rows, attention.row_multiple) for rows in planned]
         # Ranks agree on every collective call: on the number of micro-batches, and on how each is cut for the head.
-        shares = self.ranks.gather([head_chunks(batch) for batch in packed])
+        shares = self.ranks.gather([self.policy.num_chunks(batch) for batch in packed])
         chunks = [max(column) for column in zip_longest(*shares, fillvalue=1)]
         idle = [idle_batch(attention.row_multiple)] * (len(chunks) - len(packed))
         return _MiniBatch([*packed, *idle], chunks, [True] * len(packed) + [False] * len(idle))
@@ -222,10 +221,10 @@ class Updater:
                 mode=self.loss.correction,
                 cap=self.loss.correction_cap,
             )
-            loss_N, kl_N = correction_N * losses.loss_N, torch.zeros_like(logprobs_N)
+            loss_N, measured = correction_N * losses.loss_N, {}
             if ref_N is not None:
-                kl_N = kl_penalty(logprobs_N, ref_N, self.loss.kl_estimator)
-                loss_N = loss_N + self.loss.kl_coef * kl_N
+                measured["kl"] = kl_penalty(logprobs_N, ref_N, self.loss.kl_estimator)
+                loss_N = loss_N + self.loss.kl_coef * measured["kl"]
             if self.loss.entropy_coef > 0:
                 loss_N = loss_N - self.loss.entropy_coef * entropy_N
             self.policy.backward((batch.weights_N * loss_N).sum(), is_last=number == last)
@@ -233,11 +232,11 @@ class Updater:
                 tally.add(
                     gap=(old_N - batch.sampler_logprobs_N).abs(),
                     ratio=(old_N - batch.sampler_logprobs_N).exp(),
-                    kl=kl_N,
                     entropy=entropy_N,
                     loss=losses.loss_N,
                     clip_low=losses.clipped_low_N,
                     clip_high=losses.clipped_high_N,
+                    **measured,
                 )
 
 

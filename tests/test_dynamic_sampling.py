@@ -63,32 +63,32 @@ def collect(engine, max_rounds, **rewards):
     trainer.parts = Parts(None, None, Rollout(config.rollout, shared, chat, ScriptedUser()), scorer, scenarios, [])
     with asyncio.Runner() as runner:
         trainer.runner = runner
-        groups, num_refilled = trainer.collect(step=1)
+        groups, replaced = trainer.collect(step=1)
     assert [group.position for group in groups] == list(range(PROMPTS))
     signal_P = has_signal(*trainer.tables(groups, [[reward.total for reward in g.rewards_G] for g in groups]))
-    return [group.scenario.row for group in groups], signal_P.tolist(), num_refilled
+    return [group.scenario.row for group in groups], signal_P.tolist(), [group.scenario.row for group in replaced]
 
 
 def test_only_groups_without_signal_are_replaced_by_prompts_that_are_not_in_the_step(engine):
     # A random model hardly ever asks a worded question, so that nearly all groups earn 0 throughout.
-    rows, signal, num_refilled = collect(engine, 0, weights={"interactivity": 1.0})
-    assert rows == batch_rows(0, NUM_SCENARIOS, PROMPTS, 1) and num_refilled == 0 and not all(signal)
+    rows, signal, replaced = collect(engine, 0, weights={"interactivity": 1.0})
+    assert rows == batch_rows(0, NUM_SCENARIOS, PROMPTS, 1) and not replaced and not all(signal)
     num_dull = signal.count(False)
     spare = spare_rows(1, NUM_SCENARIOS, rows, 1)
-    refilled, _, num_refilled = collect(engine, 1, weights={"interactivity": 1.0})
-    assert num_refilled == num_dull
+    refilled, _, replaced = collect(engine, 1, weights={"interactivity": 1.0})
+    assert replaced == [row for row, kept in zip(rows, signal, strict=True) if not kept]
     assert [new for new, old in zip(refilled, rows, strict=True) if new != old] == spare[:num_dull]
     assert all(new == old for new, old, kept in zip(refilled, rows, signal, strict=True) if kept)
 
 
 def test_refilling_ends_when_the_prompts_do(engine):
     # 8 spare prompts for 4 groups: whatever the rounds, no prompt comes twice.
-    rows, signal, num_refilled = collect(engine, 99, weights={"interactivity": 1.0})
-    assert len(set(rows)) == PROMPTS and num_refilled <= NUM_SCENARIOS - PROMPTS
-    assert all(signal) or num_refilled == NUM_SCENARIOS - PROMPTS
+    rows, signal, replaced = collect(engine, 99, weights={"interactivity": 1.0})
+    assert len({*rows, *replaced}) == PROMPTS + len(replaced) <= NUM_SCENARIOS
+    assert all(signal) or len(replaced) == NUM_SCENARIOS - PROMPTS
 
 
 def test_groups_with_signal_stay(engine):
     # Lengths differ, so that every group has signal.
-    rows, signal, num_refilled = collect(engine, 3, weights={"token_amount": -1.0})
-    assert all(signal) and num_refilled == 0 and rows == batch_rows(0, NUM_SCENARIOS, PROMPTS, 1)
+    rows, signal, replaced = collect(engine, 3, weights={"token_amount": -1.0})
+    assert all(signal) and not replaced and rows == batch_rows(0, NUM_SCENARIOS, PROMPTS, 1)

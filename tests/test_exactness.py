@@ -94,8 +94,9 @@ def test_in_float64_eight_micro_batches_differ_from_one_by_rounding_alone(varian
     # Llama's norms compute in float32 whatever they are given; GPT-2's do not.
     config = GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
-    network = LogprobModel(causal_lm, choose_attention(config, torch.device("cpu")), temperature=0.9)
+    attention = choose_attention(config, torch.device("cpu"))
+    causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.implementation).double()
+    network = LogprobModel(causal_lm, attention, temperature=0.9)
     replies = [reply for group in program.groups() for reply in group.replies_G]
     lengths = torch.tensor([len(reply.token_ids) for reply in replies])
     weights = aggregation_weights(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -19,7 +23,8 @@ from transformers import (
 from grpo import logprobs
 from grpo.attention import PackedAttention, choose_attention
 from grpo.logprobs import LogprobModel
-from grpo.packing import TrainSequence, idle_batch, pack, plan_micro_batches
+from grpo.packing import PADDING, TrainSequence, idle_batch, pack, plan_micro_batches
+from grpo.prefix_attention import PrefixLayout, attend
 
 TEMPERATURE = 0.7
 SMALL = {
@@ -41,17 +46,20 @@ GROUPS = [
 ]
 
 
-def tiny(config_class, **changes):
+def tiny(config_class, wanted="auto", **changes):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_class(**SMALL, **changes), attn_implementation="sdpa")
-    return LogprobModel(model.eval(), choose_attention(model.config, torch.device("cpu")), TEMPERATURE)
+    config = config_class(**SMALL, **changes)
+    attention = choose_attention(config, torch.device("cpu"), wanted)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.implementation)
+    return LogprobModel(model.eval(), attention, TEMPERATURE)
 
 
 def by_hand(model, sequences):
-    """Log-probs of each sequence alone, from the model's own logits."""
-    rows = []
+    """Log-probs of each sequence alone, from the model's own logits with plain attention."""
+    rows, causal_lm = [], deepcopy(model.causal_lm)
+    causal_lm.set_attn_implementation("eager")
     for item in sequences:
-        logits = model.causal_lm(torch.tensor([item.prompt_ids + item.response_ids])).logits[0] / TEMPERATURE
+        logits = causal_lm(torch.tensor([item.prompt_ids + item.response_ids])).logits[0] / TEMPERATURE
         start = len(item.prompt_ids)
         logprobs = logits.log_softmax(-1)[start - 1 : -1]
         rows.append(logprobs[range(len(item.response_ids)), list(item.response_ids)])
@@ -68,25 +76,70 @@ def flat_in_row_order(model, micro_batches):
     return torch.stack([found[token] for item in GROUPS for token in item.response_ids])
 
 
-@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
+@pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config, GPT2Config])
+@pytest.mark.parametrize("wanted", ["auto", "dense"])
 @pytest.mark.parametrize(("share_prompt", "max_tokens"), [(True, 64), (True, 12), (False, 64), (False, 9)])
-def test_packed_and_padded_logprobs_equal_those_of_each_sequence_alone(config_class, share_prompt, max_tokens):
-    model = tiny(config_class)
+def test_packed_and_padded_logprobs_equal_those_of_each_sequence_alone(config_class, wanted, share_prompt, max_tokens):
+    model = tiny(config_class, wanted)
+    assert model.attention.kind == {"auto": "prefix", "dense": "dense"}[wanted]
     micro_batches = plan_micro_batches(GROUPS, max_tokens=max_tokens, share_prompt=share_prompt)
     torch.testing.assert_close(flat_in_row_order(model, micro_batches), by_hand(model, GROUPS), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
-def test_packed_and_padded_gradients_are_equal(config_class):
-    def gradient(share_prompt):
-        model = tiny(config_class)
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "gradient checkpointing"])
+def test_packed_and_padded_gradients_are_equal(config_class, recompute):
+    def gradient(wanted, share_prompt):
+        model = tiny(config_class, wanted)
+        if recompute:
+            model.train()
+            model.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
         for rows in plan_micro_batches(GROUPS, max_tokens=64, share_prompt=share_prompt):
             batch = pack(rows)
             (model(batch)[0] * batch.advantages_N).sum().backward()
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    packed, padded = gradient(True), gradient(False)
-    assert (packed - padded).norm() / padded.norm() < 1e-5
+    expected = gradient("dense", share_prompt=False)
+    for found in (gradient("auto", True), gradient("auto", False), gradient("dense", True)):
+        assert (found - expected).norm() / expected.norm() < 1e-5
+
+
+@given(
+    prompts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7),
+    multiple=st.sampled_from([1, 8]),
+)
+def test_prefix_attention_is_the_softmax_under_the_dense_mask(prompts, lengths, multiple):
+    """Any prompts and lengths, any padding: what the heads read, and the gradients, of attention written out."""
+    generator = torch.Generator().manual_seed(0)
+    groups = [range(100 * number, 100 * number + length) for number, length in enumerate(prompts)]
+    sequences = [sequence(groups[i % len(groups)], [5] * length, i) for i, length in enumerate(lengths)]
+    [rows] = plan_micro_batches(sequences, max_tokens=10_000)
+    batch = pack(rows, multiple)
+    num_rows, length = batch.segment_RL.shape
+
+    def draw(heads):
+        return torch.randn(num_rows, heads, length, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    query, key, value = draw(4), draw(2), draw(2)
+    layout = PrefixLayout.of(batch.segment_RL, torch.float64)
+    read, _ = attend(None, query, key, value, None, scaling=0.3, prefix_layout=layout)
+    scores = 0.3 * query @ key.repeat_interleave(2, 1).transpose(2, 3)
+    weights = scores.masked_fill(~batch.attention_mask(), -torch.inf).softmax(-1)
+    expected = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    real = batch.segment_RL != PADDING
+    torch.testing.assert_close(read[real], expected[real])
+    counts = torch.randn(read.shape, generator=generator, dtype=torch.float64) * real[:, :, None, None]
+    inputs = (query, key, value)
+    ours, theirs = (torch.autograd.grad((states * counts).sum(), inputs) for states in (read, expected))
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_replies_of_very_different_lengths_are_not_padded_to_the_longest():
+    siblings = [sequence([1], [5] * length, number) for number, length in enumerate([100, 10, 9, 1])]
+    layout = PrefixLayout.of(pack(plan_micro_batches(siblings, max_tokens=1000)[0]).segment_RL, torch.float32)
+    assert [(len(block.row_B), block.reply_length) for block in layout.blocks] == [(1, 100), (2, 10), (1, 1)]
 
 
 def test_a_row_is_laid_out_as_the_drawing_says():
@@ -165,8 +218,8 @@ def test_a_model_that_looks_through_a_window_gets_one_sequence_per_row_and_says_
 def test_flex_attention_is_taken_on_a_gpu_unless_it_is_unwanted():
     config, gpu = LlamaConfig(**SMALL), torch.device("cuda")
     assert choose_attention(config, gpu).implementation == "flex_attention"
-    assert choose_attention(config, gpu, "dense").kind == choose_attention(config, torch.device("cpu")).kind == "dense"
-    assert choose_attention(GPT2Config(), gpu).kind == "dense"  # its class takes no FlexAttention
+    assert choose_attention(config, gpu, "dense").kind == "dense"
+    assert choose_attention(GPT2Config(), gpu).kind == "prefix"  # its class takes no FlexAttention
 
 
 @pytest.mark.parametrize(
@@ -180,7 +233,7 @@ def test_models_that_count_columns_get_one_sequence_per_row(config, reason):
 
 def test_the_block_mask_of_the_gpu_is_the_dense_mask():
     batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
-    block = PackedAttention("flex", 0.0, "flex_attention", "").mask(batch)
+    block = PackedAttention("flex", 0.0, "flex_attention", "").arguments(batch, torch.float32)["attention_mask"]
     length = batch.input_ids_RL.shape[1]
     index = torch.arange(length)
     dense = [[[bool(block.mask_mod(r, 0, q, k)) for k in index] for q in index] for r in range(len(batch.segment_RL))]
@@ -195,7 +248,7 @@ def test_the_entropy_is_trained_on_only_where_it_was_asked_for():
     torch.testing.assert_close(plain(batch)[1], bonus(batch)[1])
     bonus(batch)[1].sum().backward()
     # By hand: the entropy of whole logits, at the tokens that predict the first row's first reply.
-    again = tiny(LlamaConfig)
+    again = tiny(LlamaConfig, "dense")
     states = again.causal_lm.base_model(
         input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask(), position_ids=batch.position_ids_RL
     ).last_hidden_state.flatten(0, 1)[batch.predictor_N]
@@ -206,21 +259,21 @@ def test_the_entropy_is_trained_on_only_where_it_was_asked_for():
 
 
 def test_the_head_sees_response_positions_alone_and_a_chunk_at_a_time(monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 4)
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 4 * 64)
     model, sizes = tiny(LlamaConfig), []
     model.causal_lm.lm_head.register_forward_hook(lambda _, inputs, logits: sizes.append(len(logits)))
     batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
     model(batch)[0].sum().backward()
     num_responses = batch.target_N.numel()
-    assert max(sizes) <= 4 and sum(sizes) == 2 * num_responses  # once forward, once recomputed
+    # Once forward and once recomputed, but for the last chunk, with which backward begins.
+    assert num_responses == 15 and sizes == [4, 4, 4, 3] + [4, 4, 4]
 
 
 def test_a_vocabulary_padded_beyond_the_tokenizer_counts_in_full():
     # The sampler draws from the whole head, so the trainer's distribution is over the whole head too.
     model = tiny(LlamaConfig)
     batch = pack(plan_micro_batches([sequence([1, 2], [63, 5])], max_tokens=64)[0])
-    table = model.causal_lm(torch.tensor([[1, 2, 63, 5]])).logits[0] / TEMPERATURE
-    torch.testing.assert_close(model(batch)[0], table.log_softmax(-1)[[1, 2], [63, 5]], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(batch)[0], by_hand(model, [sequence([1, 2], [63, 5])]), atol=1e-5, rtol=1e-5)
 
 
 def test_entropy_of_a_flat_distribution_is_the_log_of_the_vocabulary():

@@ -29,6 +29,8 @@ VOCABULARY, WIDTH = 151_936, 1024
 class Head(nn.Module):
     """A causal language model that is all head."""
 
+    dtype = torch.float32
+
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)

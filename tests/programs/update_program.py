@@ -85,7 +85,7 @@ def run(model: Path, stage: int, dtype: str, out: Path, ranks: Ranks) -> None:
 
 
 def main() -> None:
-    logprobs.CHUNK_TOKENS = 5  # so that ranks need different numbers of chunks, and must agree
+    logprobs.CHUNK_LOGITS = 5 * 30  # so that ranks need different numbers of chunks, and must agree
     model, out = map(Path, sys.argv[1:3])
     ranks = Ranks.join()
     for case in sys.argv[3:]:
