@@ -163,6 +163,26 @@ class Config(Section):
             )
         return self
 
+    def without_effect(self) -> Iterator[str]:
+        """Settings that were changed from their defaults and do nothing here, each with the reason."""
+        loss = self.loss
+        single = self.mini_batch_prompts == self.rollout.prompts_per_step
+        on_policy = "old and new log-probs are the same with one optimizer step per batch (update.mini_batch_prompts)"
+        no_kl = "there is no KL penalty (loss.kl_coef: 0)"
+        reasons = {
+            "correction_cap": loss.correction == "none" and "nothing is corrected (loss.correction: none)",
+            "kl_estimator": (loss.kl_coef == 0 and no_kl)
+            or (loss.kl_in_reward and "the reward takes the sum of k1 (loss.kl_placement: in_reward)"),
+            "kl_placement": loss.kl_coef == 0 and no_kl,
+            "clip_low": single and on_policy,
+            "clip_high": single and on_policy,
+            "dual_clip": single and on_policy,
+        }
+        for name, reason in reasons.items():
+            value = getattr(loss, name)
+            if reason and value != LossSettings.model_fields[name].default:
+                yield f"loss.{name}: {value} has no effect: {reason}"
+
     @property
     def mini_batch_prompts(self) -> int:
         return self.update.mini_batch_prompts or self.rollout.prompts_per_step

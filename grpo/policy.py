@@ -24,6 +24,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from grpo.attention import PackedAttention, choose_attention
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
+from grpo.lean import keep_less
 from grpo.logprobs import LogprobModel
 from grpo.packing import PackedBatch
 from grpo.ranks import Ranks
@@ -66,6 +67,8 @@ class Policy:
         self.tied = bool(causal_lm.config.tie_word_embeddings)
         if model.gradient_checkpointing:
             causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            keep_less(causal_lm)
         module = LogprobModel(causal_lm, self.attention, temperature, entropy_has_gradient=entropy_has_gradient)
         adamw = torch.optim.AdamW(
             _decay_groups(module, optimizer.weight_decay),
@@ -184,14 +187,20 @@ class Reference:
 
 
 def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings) -> dict[str, Any]:
-    return MICRO_BATCH | {
-        "zero_optimization": {"stage": zero.stage},
-        "zero_allow_untested_optimizer": True,
-        # Without check_grad_overflow, stages 1 and 2 take a step of NaNs in bf16.
-        "bf16": {"enabled": model.dtype == "bfloat16", "check_grad_overflow": True},
-        "gradient_clipping": optimizer.max_grad_norm,
-        "steps_per_print": 10**9,
-    }
+    # Micro-batches add up in float32 where gradients are sharded; DeepSpeed has no such thing at stage 0 in bf16.
+    wide = {"data_types": {"grad_accum_dtype": "fp32"}} if zero.stage >= 2 else {}
+    return (
+        MICRO_BATCH
+        | wide
+        | {
+            "zero_optimization": {"stage": zero.stage},
+            "zero_allow_untested_optimizer": True,
+            # Without check_grad_overflow, stages 1 and 2 take a step of NaNs in bf16.
+            "bf16": {"enabled": model.dtype == "bfloat16", "check_grad_overflow": True},
+            "gradient_clipping": optimizer.max_grad_norm,
+            "steps_per_print": 10**9,
+        }
+    )
 
 
 def _load(

@@ -57,6 +57,8 @@ def check_inputs(config: Config) -> Inputs:
     inputs = [config.model.path, config.data.train, *filter(None, [config.data.validation])]
     if is_main():
         RunFolder(config).check_free(config.run.overwrite, inputs)
+    for note in config.without_effect():
+        say(f"note: {note}")
     engine, reason = choose_engine(config.engine)
     chat = Chat.load(config.model.path)
     check_context(config.model.path, config.engine.max_context_tokens)
@@ -85,6 +87,10 @@ def check_inputs(config: Config) -> Inputs:
         )
     per_epoch = steps_per_epoch(len(train), config.rollout.prompts_per_step)
     total_steps = config.run.steps or config.run.epochs * per_epoch
+    if config.rollout.dynamic_sampling.max_rounds and len(train) == config.rollout.prompts_per_step:
+        say(
+            "note: rollout.dynamic_sampling has no effect: every prompt is in every step, so none is left to refill with"
+        )
 
     clients = {}
     if config.rollout.user.kind == "llm":

@@ -140,6 +140,25 @@ def test_a_preset_lies_under_the_file_and_over_it_on_the_command_line(tmp_path):
     assert load_config(path, ["preset=null"]).preset is None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], None),
+        (["loss.correction_cap=3"], "loss.correction_cap: 3.0 has no effect: nothing is corrected"),
+        (["loss.correction_cap=3", "loss.correction=token"], None),
+        (["loss.kl_estimator=k3"], "loss.kl_estimator: k3 has no effect: there is no KL penalty"),
+        (["loss.kl_estimator=k3", "loss.kl_coef=0.1"], None),
+        (["loss.kl_estimator=k3", "loss.kl_coef=0.1", "loss.kl_placement=in_reward"], "takes the sum of k1"),
+        (["preset=dapo"], "loss.clip_high: 0.28 has no effect: old and new log-probs are the same"),
+        (["preset=dapo", "update.mini_batch_prompts=1"], None),
+    ],
+)
+def test_a_setting_without_effect_is_told(overrides, told):
+    base = ["update.mini_batch_prompts=null", "loss.kl_coef=0", "loss.kl_estimator=low_var_kl"]
+    notes = list(load_config(QUICKSTART, base + overrides).without_effect())
+    assert not notes if told is None else [note for note in notes if told in note]
+
+
 def test_a_preset_leaves_nothing_of_another_method_behind():
     recipe = Path("configs/medium_qwen3_4b.yaml")
     once = load_config(recipe, ["preset=dr_grpo"])

@@ -22,11 +22,14 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model"))
 
 
+def run_program(num_ranks, model, folder, dtype):
+    torchrun(num_ranks, "tests.programs.gradient_program", model, folder / "gradients.pt", dtype)
+    return torch.load(folder / "gradients.pt")
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def gradients(model, tmp_path_factory, request):
-    out = tmp_path_factory.mktemp("gradients") / "gradients.pt"
-    torchrun(request.param, "tests.programs.gradient_program", model, out)
-    return request.param, torch.load(out)
+    return request.param, run_program(request.param, model, tmp_path_factory.mktemp("gradients"), "float32")
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +89,34 @@ def test_the_kl_of_a_reply_is_summed_over_its_tokens_for_the_reward(gradients, p
     assert mean_kl == pytest.approx(sum(map(sum, plain[1])) / num_tokens, rel=1e-3)
 
 
+def small_gpt2():
+    """Llama's norms compute in float32 whatever they are given; GPT-2's do not."""
+    config = GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return config
+
+
+def test_in_float64_one_rank_and_two_differ_by_rounding_alone(tmp_path):
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(small_gpt2()).save_pretrained(tmp_path / "model")
+    results = []
+    for num_ranks in (1, 2):
+        (tmp_path / str(num_ranks)).mkdir()
+        results.append(run_program(num_ranks, tmp_path / "model", tmp_path / str(num_ranks), "float64"))
+    expected = results[0]["1 micro-batches"][1]
+    assert expected.dtype == torch.float64 and expected.norm() > 0
+    for result in results:
+        for case, (_, gradient) in result.items():
+            if case != "kl":
+                assert distance(gradient, expected) < 1e-9, case
+
+
 @pytest.mark.parametrize("variant", ["grpo", "gspo", "cispo"])
 @pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"])
 def test_in_float64_eight_micro_batches_differ_from_one_by_rounding_alone(variant, aggregate):
     """Uneven lengths, any order, packed and padded; old log-probs that differ, so that clipping is at work."""
     torch.manual_seed(0)
-    # Llama's norms compute in float32 whatever they are given; GPT-2's do not.
-    config = GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    config = small_gpt2()
     attention = choose_attention(config, torch.device("cpu"))
     causal_lm = AutoModelForCausalLM.from_config(config, attn_implementation=attention.implementation).double()
     network = LogprobModel(causal_lm, attention, temperature=0.9)

@@ -48,7 +48,7 @@ def measure(kind: str, num_tokens: int) -> float:
     reply = TrainSequence((0,), (0,) * num_tokens, (0.0,) * num_tokens, number=0, advantage=1.0, weight=1.0)
     batch = pack(plan_micro_batches([reply], max_tokens=num_tokens + 1)[0])
     meter = Meter()
-    meter.start()
+    meter.start(trim=True)
     if kind == "chunks":
         logprobs_N, _ = model(batch)
     else:

@@ -4,9 +4,10 @@
     python -m tests.bench.bench_update [--pairs N] [--shapes short,long_replies] [--no-step]
 
 It takes about an hour on two cores; nothing else should run beside it. Every measurement has a process of its own,
-ours and TRL's by turns; in each the first update warms up and the second counts. Both train the same model in
+ours and TRL's by turns; in each the first update warms up and the second counts; the first pair of a shape makes a
+third one for its memory. Both train the same model in
 float32 on the same made-up token ids with the same rewards, KL penalty, learning rate and threads, without gradient
-checkpointing, with at most 4,096 tokens (padding included) in one forward pass. Both gradient norms of the two updates
+checkpointing, with at most 4,096 tokens (padding included) in one forward pass. The gradient norms of the updates
 must agree within 1 %, so both did the same work; otherwise the bench fails.
 
     short         2 prompts of 114 tokens, 8 replies of 48 tokens each
@@ -19,8 +20,9 @@ seconds            of the update: reference forward, policy forward, backward, g
                    `Updater.update`; TRL's runs from the replies handed to it to the end of its `optimizer.step()`.
 peak               largest resident memory of the process during the update, GiB.
 above state        peak less the resident memory just before the update, which then holds the libraries, the policy,
-                   the reference and AdamW's averages (freed memory is returned to the system first). What is left is
-                   the update's own: activations, gradients, logits. The same definition for both.
+                   the reference and AdamW's averages (freed memory is returned to the system first, which slows this
+                   update down, so that its seconds are not taken). What is left is the update's own: activations,
+                   gradients, logits. The same definition for both.
 ratio              TRL's seconds / ours. Memory: ours / TRL's.
 step               a whole training step at `short`: generate (at most 48 tokens a reply), score by length, update,
                    sync. Ours is `launch.train` with vLLM; TRL generates with transformers. Update and sampling
@@ -74,7 +76,7 @@ Figures = dict[str, Any]
 # ── in a process of its own: one measurement ──
 
 
-def measure(system: str, task: str, shape_name: str, model: Path, threads: int) -> Figures:
+def measure(system: str, task: str, shape_name: str, memory: bool, model: Path, threads: int) -> Figures:
     import torch
 
     from tests.bench.common import Shape
@@ -83,15 +85,17 @@ def measure(system: str, task: str, shape_name: str, model: Path, threads: int) 
     module = importlib.import_module(f"tests.bench.{system}_system")
     if task == "growth":
         figures = module.growth(model, {name: [Shape(*sizes) for sizes in cases] for name, cases in GROWTH.items()})
+    elif task == "update":
+        figures = module.update(model, Shape(*SHAPES[shape_name]), memory=memory)
     else:
-        figures = getattr(module, task)(model, Shape(*SHAPES[shape_name]))
+        figures = module.step(model, Shape(*SHAPES[shape_name]))
     return figures | {"threads": torch.get_num_threads()}
 
 
-def run_worker(system: str, task: str, shape: str, options: argparse.Namespace) -> Figures:
+def run_worker(system: str, task: str, shape: str, options: argparse.Namespace, *, memory: bool = False) -> Figures:
     """`measure` in a new process. Exits where that fails, with its last words."""
     command = [sys.executable, "-m", "tests.bench.bench_update", "--system", system, "--task", task, "--shape", shape]
-    command += ["--model", str(options.model.resolve()), "--threads", str(options.threads)]
+    command += ["--memory"] * memory + ["--model", str(options.model.resolve()), "--threads", str(options.threads)]
     offline = {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment = os.environ | offline | {"OMP_NUM_THREADS": str(options.threads)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -114,19 +118,19 @@ def _seconds(figures: Figures) -> str:
 def pairs_of(task: str, shape: str, number: int, options: argparse.Namespace) -> dict[str, list[Figures]]:
     """Figures of both systems, measured by turns."""
     runs: dict[str, list[Figures]] = {"ours": [], "trl": []}
-    for _ in range(number):
-        runs["ours"].append(run_worker("our", task, shape, options))
-        runs["trl"].append(run_worker("trl", task, shape, options))
+    for pair in range(number):
+        runs["ours"].append(run_worker("our", task, shape, options, memory=pair == 0))
+        runs["trl"].append(run_worker("trl", task, shape, options, memory=pair == 0))
     return runs
 
 
 def medians(runs: list[Figures]) -> Figures:
-    """Of every figure, lists element by element."""
+    """Of every figure over the runs that have it, lists element by element."""
     first = runs[0]
     if isinstance(first, dict):
-        return {name: medians([run[name] for run in runs]) for name in first}
+        return {name: medians([run[name] for run in runs if name in run]) for name in first}
     if isinstance(first, list):
-        return [medians(list(column)) for column in zip(*runs, strict=True)]
+        return [medians(list(column)) for column in zip(*runs, strict=False)]
     return statistics.median(runs)
 
 
@@ -209,6 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of torch [all cores]")
     parser.add_argument("--system", choices=["our", "trl"], help="measure one system in this process")
     parser.add_argument("--task", choices=["update", "step", "growth"], default="update", help="with --system")
+    parser.add_argument("--memory", action="store_true", help="with --system: a third update, for its memory")
     parser.add_argument("--shape", choices=list(SHAPES), default="short", help="with --system")
     options = parser.parse_args()
     options.shapes = options.shapes.split(",")
@@ -228,7 +233,12 @@ def main() -> None:
         print(f"there is no model folder {options.model}: bash launch/quickstart.sh makes it", file=sys.stderr)
         sys.exit(2)
     if options.system:
-        print("\n" + json.dumps(measure(options.system, options.task, options.shape, options.model, options.threads)))
+        print(
+            "\n"
+            + json.dumps(
+                measure(options.system, options.task, options.shape, options.memory, options.model, options.threads)
+            )
+        )
         end_process()
 
     result: Figures = {

@@ -46,9 +46,11 @@ class Shape:
 class Meter:
     """Seconds and memory from `start` to `stop`; `last` holds the latest."""
 
-    def start(self) -> None:
+    def start(self, *, trim: bool = False) -> None:
+        """`trim`: freed memory goes back to the system first, so that it does not count, at a cost in seconds."""
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # freed memory goes back to the system, so that it counts for neither
+        if trim:
+            ctypes.CDLL(None).malloc_trim(0)
         self._resident = _status_gib("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
         self._started = time.perf_counter()
@@ -60,6 +62,10 @@ class Meter:
 
 def _status_gib(field: str) -> float:
     return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
+
+
+def memory_of(meter: Meter) -> dict[str, float]:
+    return {name: meter.last[name] for name in ("peak_gib", "peak_above_state_gib")}
 
 
 def matrix_rate() -> float:

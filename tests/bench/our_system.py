@@ -31,6 +31,7 @@ from tests.bench.common import (
     fixed_replies,
     group_rewards,
     matrix_rate,
+    memory_of,
     prompt_texts,
 )
 from tests.groups import group_of
@@ -57,8 +58,8 @@ def _make_groups(model: Path, shape: Shape) -> list[Group]:
     return [group_of(position, replies, rewards) for position, replies in enumerate(fixed_replies(model, shape))]
 
 
-def _update(updater: Updater, model: Path, shape: Shape, *, updates: int) -> dict[str, Any]:
-    """A warm-up and `updates` timed ones: medians of the figures, seconds of the phases, gradient norms of all."""
+def _update(updater: Updater, model: Path, shape: Shape, *, timed: int, memory: bool = False) -> dict[str, Any]:
+    """A warm-up, `timed` updates and perhaps one for the memory: medians of the seconds, gradient norms of all."""
     groups = _make_groups(model, shape)
     rewards_PG = torch.tensor([group_rewards(shape)] * shape.prompts, dtype=torch.float64)
     advantages_PG = group_advantages(rewards_PG, baseline="mean", scale="group_std").tolist()
@@ -70,19 +71,24 @@ def _update(updater: Updater, model: Path, shape: Shape, *, updates: int) -> dic
         "backward": _timed(updater.policy, "backward"),
         "optimizer step": _timed(updater.policy, "step"),
     }
-    for _ in range(1 + updates):
+    for number in range(1 + timed + memory):
         for seconds in phases.values():
             seconds.clear()
-        meter.start()
+        meter.start(trim=number > timed)
         metrics.append(updater.update(groups, advantages_PG, shape.prompts))
         meter.stop()
-        figures.append(meter.last | {name: sum(seconds) for name, seconds in phases.items()})
-    medians = {name: statistics.median(row[name] for row in figures[1:]) for name in figures[0]}
-    return {name: medians.pop(name) for name in ("seconds", "peak_gib", "peak_above_state_gib")} | {
-        "phases": medians,
-        "grad_norms": [row["update/grad_norm"] for row in metrics],
-        "losses": [row["loss/policy"] + KL_COEF * row["kl"] for row in metrics],
-    }
+        if 1 <= number <= timed:
+            figures.append({name: sum(seconds) for name, seconds in phases.items()} | {"all": meter.last["seconds"]})
+    medians = {name: statistics.median(row[name] for row in figures) for name in figures[0]}
+    return (
+        {"seconds": medians.pop("all")}
+        | (memory_of(meter) if memory else {})
+        | {
+            "phases": medians,
+            "grad_norms": [row["update/grad_norm"] for row in metrics],
+            "losses": [row["loss/policy"] + KL_COEF * row["kl"] for row in metrics],
+        }
+    )
 
 
 def _timed(owner: Any, name: str) -> list[float]:
@@ -115,10 +121,10 @@ def _floors(updater: Updater, shape: Shape, rate: float) -> dict[str, float]:
     return {"reference forward": forward, "policy forward": forward, "backward": 2 * forward, "optimizer step": 0.0}
 
 
-def update(model: Path, shape: Shape) -> dict[str, Any]:
-    """The second of two updates on the fixed replies."""
+def update(model: Path, shape: Shape, *, memory: bool) -> dict[str, Any]:
+    """The second of two updates on the fixed replies; with `memory`, that of a third."""
     updater = _make_updater(model, shape)
-    figures, rate = _update(updater, model, shape, updates=1), matrix_rate()
+    figures, rate = _update(updater, model, shape, timed=1, memory=memory), matrix_rate()
     return figures | {"matrix_gflops": rate / 1e9, "floors": _floors(updater, shape, rate)}
 
 
@@ -127,8 +133,7 @@ def growth(model: Path, cases: dict[str, list[Shape]]) -> dict[str, list[dict[st
     updater = _make_updater(model, cases["batch"][-1])
     return {
         name: [
-            {"tokens": shape.tokens, "seconds": _update(updater, model, shape, updates=3)["seconds"]}
-            for shape in shapes
+            {"tokens": shape.tokens, "seconds": _update(updater, model, shape, timed=3)["seconds"]} for shape in shapes
         ]
         for name, shapes in cases.items()
     }

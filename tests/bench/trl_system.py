@@ -25,22 +25,24 @@ from tests.bench.common import (
     Shape,
     fixed_replies,
     group_rewards,
+    memory_of,
     prompt_texts,
 )
 
 
-def update(model: Path, shape: Shape) -> dict[str, Any]:
-    """The second of two updates on the fixed replies."""
-    replies, meter = fixed_replies(model, shape), Meter()
+def update(model: Path, shape: Shape, *, memory: bool) -> dict[str, Any]:
+    """The second of two updates on the fixed replies; with `memory`, that of a third."""
+    replies, meter, seconds = fixed_replies(model, shape), Meter(), []
 
     class Stop(TrainerCallback):
         def on_optimizer_step(self, *arguments: Any, **named: Any) -> None:
             meter.stop()
+            seconds.append(meter.last["seconds"])
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         """`prompts` are numbers of prompts, each repeated for its group."""
         chosen = [replies[int(prompt)][number % shape.group_size] for number, prompt in enumerate(prompts)]
-        meter.start()
+        meter.start(trim=len(seconds) == 2)
         return {
             "prompt_ids": [list(reply.prompt_ids) for reply in chosen],
             "completion_ids": [list(reply.token_ids) for reply in chosen],
@@ -51,8 +53,9 @@ def update(model: Path, shape: Shape) -> dict[str, Any]:
         return group_rewards(shape) * shape.prompts
 
     prompts = [str(number) for number in range(shape.prompts)]
-    logs = _train_trl(model, shape, prompts, reward, Stop(), rollout)
-    return meter.last | {"grad_norms": [log["grad_norm"] for log in logs], "losses": [log["loss"] for log in logs]}
+    logs = _train_trl(model, shape, prompts, reward, Stop(), rollout, steps=3 if memory else 2)
+    figures = {"seconds": seconds[1]} | (memory_of(meter) if memory else {})
+    return figures | {"grad_norms": [log["grad_norm"] for log in logs], "losses": [log["loss"] for log in logs]}
 
 
 def step(model: Path, shape: Shape) -> dict[str, float]:
@@ -82,8 +85,9 @@ def _train_trl(
     reward: Callable[..., list[float]],
     callback: Any,
     rollout: Callable[..., dict[str, Any]] | None,
+    steps: int = 2,
 ) -> list[dict[str, float]]:
-    """Two steps of `GRPOTrainer.train()`; what it logged of each."""
+    """`steps` steps of `GRPOTrainer.train()`; what it logged of each."""
     fits = TOKENS_PER_FORWARD // (shape.prompt_tokens + shape.reply_tokens)
     rows = max(rows for rows in range(1, fits + 1) if shape.num_replies % rows == 0)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +108,7 @@ def _train_trl(
             lr_scheduler_type="constant",
             weight_decay=0.0,
             max_grad_norm=MAX_GRAD_NORM,
-            max_steps=2,
+            max_steps=steps,
             logging_steps=1,
             save_strategy="no",
             report_to=[],

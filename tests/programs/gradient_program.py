@@ -1,6 +1,6 @@
 """The gradient of one optimizer step, however the batch is cut and whichever ranks hold it.
 
-    torchrun --nproc_per_node N -m tests.programs.gradient_program MODEL OUT
+    torchrun --nproc_per_node N -m tests.programs.gradient_program MODEL OUT DTYPE
 
 Saves {case: (number of micro-batches of the main rank, flat gradient)} to OUT, and under "kl" the KL of every
 reply, [P][G], with its mean over tokens.
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from grpo.config import DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
 from grpo.experience import Group
@@ -54,7 +55,7 @@ class Recording(Policy):
 
 
 def main() -> None:
-    model, out = map(Path, sys.argv[1:3])
+    model, out, dtype = Path(sys.argv[1]), Path(sys.argv[2]), getattr(torch, sys.argv[3])
     ranks = Ranks.join()
     settings, zero = ModelSettings(path=model, dtype="float32"), DeepSpeedSettings(stage=0)
     policy = Recording(
@@ -67,6 +68,10 @@ def main() -> None:
         ranks=ranks,
     )
     reference = Reference(settings, zero, temperature=TEMPERATURE, ranks=ranks)
+    for module in (policy.engine.module, reference.module):
+        module.to(dtype)
+    policy.engine.communication_data_type = dtype
+    get_accelerator().supported_dtypes = lambda: [dtype]  # DeepSpeed lists no float64, and reduces it as any other
     with torch.no_grad():  # else the KL would be zero, and so its gradient
         for weight in reference.module.parameters():
             weight.mul_(0.9)
