@@ -46,7 +46,7 @@ class ModelSettings(Section):
         False, description="recompute activations in backward: less memory, a third more time"
     )
     attention: Literal["auto", "dense"] = Field(
-        "auto", description="mask of rows that several replies share: auto takes FlexAttention on a GPU"
+        "auto", description="in rows that several replies share; auto: FlexAttention on a GPU, else prefix attention"
     )
 
 
