@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from grpo.loss import Aggregate, Clip, Correction, KLEstimator, Variant
 from grpo.presets import PRESETS
 from rewards.settings import RewardSettings
-from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section
+from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section, without_password
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -184,7 +184,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     values = {name: {} if value is None and name in SECTIONS else value for name, value in values.items()}
     preset = values.get("preset")
     values = _merged(PRESETS[preset] if isinstance(preset, str) and preset in PRESETS else {}, values)
-    where = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    given = (override.partition("=") for override in overrides)
+    told = " ".join(f"{key}={without_password(value)}" for key, _, value in given)
+    where = f"{path} with {told}" if overrides else str(path)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
