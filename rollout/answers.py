@@ -74,7 +74,7 @@ def _repaired(text: str) -> Any:
         return json.loads(_braced(text), strict=False)
     except (ValueError, RecursionError):
         pass  # what follows is for these
-    broken = _braced(text) or "".join(text.partition("{")[1:]).rstrip("` \n")
+    broken = _braced(text) or "".join(text.partition("{")[1:]).rstrip("`, \n")
     if len(broken) > LONGEST_REPAIR or sum(map(broken.count, "{[(")) > MOST_BRACKETS_TO_REPAIR:
         raise UnusableAnswer("not_json", f"too long or too nested to repair: {text!r}")
     if not broken.endswith(("}", "]", '"', "'", "”")):  # half a sentence is not what the user wanted to say

@@ -154,7 +154,7 @@ class UserSettings(Section):
     kind: Literal["scripted", "llm"] = Field("llm", description="who plays the user")
     prompt: UserVariant | Path = Field(
         "default",
-        description="how the simulator's user behaves: default, lazy, detailed, impatient, or a text file with a prompt",
+        description="how the LLM behaves: default, lazy, detailed, impatient, or a text file with a prompt",
     )
     endpoint: EndpointSettings | None = Field(None, description="server of the simulator (kind: llm)")
 

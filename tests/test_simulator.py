@@ -15,8 +15,8 @@ from rollout.answers import UnusableAnswer, read_texts
 from rollout.llm_client import LLMClient, LLMError
 from rollout.settings import EndpointSettings, UserSettings, UserVariant
 from rollout.simulator import (
-    STOP_SIGNAL,
     PROMPTS,
+    STOP_SIGNAL,
     LLMUser,
     ScriptedUser,
     UserTurn,
