@@ -256,6 +256,13 @@ def rewards_of_replies(scorer: Scorer, ended: Sequence[tuple[Conversation, Score
     return [scorer.reward(*zip(*continuations, strict=True)) for continuations in replies.values()]
 
 
+def blocks() -> int:
+    """Memory blocks that Python objects live in, without those of its own caches that fill slowly."""
+    sys._clear_type_cache()
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
 def blocks_kept(warm_up_steps: int, steps: int) -> int:
     """Memory blocks that `steps` steps left behind, two calls each, one call in ten failing."""
     hostile = Hostile(seed=3)
@@ -271,13 +278,11 @@ def blocks_kept(warm_up_steps: int, steps: int) -> int:
         parts = play_over(endpoint, weights={"interactivity": 1.0}, max_user_turns=1)  # BLEU caches what it has split
         for step in range(warm_up_steps + steps):
             if step == warm_up_steps:
-                gc.collect()
-                before = sys.getallocatedblocks()
+                before = blocks()
             await parts.step(scenarios_of(1), RolloutPlan(1, 1, 1.0, run_seed=1, step=step))
             endpoint.requests.clear()
             endpoint.keys.clear()
-        gc.collect()
-        kept = sys.getallocatedblocks() - before
+        kept = blocks() - before
         await parts.close()
         return kept
 
