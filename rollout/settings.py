@@ -103,10 +103,10 @@ class EndpointSettings(Section):
     @classmethod
     def _addresses(cls, value: Any) -> str | tuple[str, ...]:
         if isinstance(value, str):
-            return _address(value)
+            return checked_address(value)
         if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) for one in value):
             raise ValueError("give an address such as http://127.0.0.1:8001/v1, or a list of them")  # not echoed
-        addresses = tuple(map(_address, value))
+        addresses = tuple(map(checked_address, value))
         twice = [one for one in addresses if addresses.count(one) > 1]
         if twice:
             raise ValueError(f"{without_password(twice[0])!r} is in the list twice; remove one")
@@ -135,7 +135,8 @@ def without_password(address: str) -> str:
     return re.sub(r"^(\w+://)?.*@", r"\1***@", address, flags=re.DOTALL)
 
 
-def _address(text: str) -> str:
+def checked_address(text: str) -> str:
+    """`text` without blanks around it. Raises ValueError where it is no http(s) address."""
     try:
         parts = urlsplit(text.strip())
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0

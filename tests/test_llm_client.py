@@ -463,7 +463,7 @@ def test_neither_key_nor_password_is_ever_shown(what: str, way: str, monkeypatch
     assert not [text for text in shown for piece in secrets if piece in text]
 
 
-def test_a_password_is_shown_by_no_mistake_in_the_settings():
+def test_a_password_is_shown_by_no_mistake_in_the_settings(tmp_path: Path):
     mistakes = (
         "http://me:Planted@host:port/v1",
         "http://me:Plan/Planted@host/v1",
@@ -479,6 +479,12 @@ def test_a_password_is_shown_by_no_mistake_in_the_settings():
         assert "Planted" not in str(raised.value)
         with pytest.raises(ValueError, match=r"rewards\.judge") as raised:
             load_config(QUICKSTART, [f"rewards.judge={json.dumps({'base_url': mistake, 'model': MODEL})}"])
+        assert "Planted" not in "".join(traceback.format_exception(raised.value))
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(f"rewards:\n  judge:\n    base_url: {mistakes[0]}: x\n", encoding="utf-8")
+    for path, overrides in ((broken, []), (QUICKSTART, [f"rewards.judge.base_url=[{mistakes[0]}"])):
+        with pytest.raises(ValueError, match="not valid YAML") as raised:
+            load_config(path, overrides)
         assert "Planted" not in "".join(traceback.format_exception(raised.value))
     with pytest.raises(ValueError, match=r"rewards\.judge: 'http://\*\*\*@host/v1' alone will not do") as raised:
         load_config(QUICKSTART, [f"rewards.judge={mistakes[4][0]}"])
