@@ -78,24 +78,24 @@ class Usage:
     """Questions asked."""
     retries: int = 0
     """Further tries of those questions."""
-    errors: Mapping[str, int] = field(default_factory=dict)
-    """Tries without a usable answer, by kind of LLMError."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Questions given up, by the kind of their last error."""
     prompt_tokens: int = 0
     completion_tokens: int = 0
     seconds: float = 0.0
     """In flight, summed over all tries (parallel ones count each)."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Tries without a usable answer, by kind of LLMError."""
 
     def __sub__(self, earlier: Usage) -> Usage:
         return Usage(
             calls=self.calls - earlier.calls,
             retries=self.retries - earlier.retries,
-            errors=dict(Counter(self.errors) - Counter(earlier.errors)),
             failures=dict(Counter(self.failures) - Counter(earlier.failures)),
             prompt_tokens=self.prompt_tokens - earlier.prompt_tokens,
             completion_tokens=self.completion_tokens - earlier.completion_tokens,
             seconds=self.seconds - earlier.seconds,
+            errors=dict(Counter(self.errors) - Counter(earlier.errors)),
         )
 
 
@@ -125,16 +125,16 @@ class LLMClient:
         self._failures: Counter[str] = Counter()
 
     @property
-    def usage(self) -> Usage:
-        """So far; `client.usage - earlier` is what came since."""
+    def counts(self) -> Usage:
+        """So far; `client.counts - earlier` is what came since."""
         return Usage(
             calls=self._calls,
             retries=self._retries,
-            errors=dict(self._errors),
             failures=dict(self._failures),
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             seconds=self._seconds,
+            errors=dict(self._errors),
         )
 
     async def ask(

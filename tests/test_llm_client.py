@@ -76,7 +76,7 @@ def test_a_server_error_is_asked_again_and_counted():
     with FakeEndpoint(error(500), GOOD) as endpoint:
         client = client_of(endpoint)
         assert ask(client) == [{"score": 0.5}]
-    usage = client.usage
+    usage = client.counts
     assert (usage.calls, usage.retries, usage.errors, usage.failures) == (1, 1, {"http_500": 1}, {})
     assert (usage.prompt_tokens, usage.completion_tokens) == (7, 3)  # the error used none
     assert usage.seconds > 0
@@ -86,10 +86,10 @@ def test_the_difference_of_two_usages_is_what_came_between():
     with FakeEndpoint(error(500), GOOD, error(500), error(500), Answer("no"), GOOD) as endpoint:
         client = client_of(endpoint, max_attempts=2)
         ask(client)
-        before = client.usage
+        before = client.counts
         failure_of(client)
         ask(client)
-        step = client.usage - before
+        step = client.counts - before
     assert (before.calls, before.retries, before.errors) == (1, 1, {"http_500": 1})  # a snapshot, not a view
     assert (step.calls, step.retries) == (2, 2)
     assert (step.errors, step.failures) == ({"http_500": 2, "not_json": 1}, {"http_500": 1})
@@ -103,7 +103,7 @@ def test_the_last_error_is_raised_after_max_attempts_and_counted_by_kind():
         failure = failure_of(client)
         assert len(endpoint.requests) == 3
     assert (failure.role, failure.kind) == ("judge", "http_503") and "still loading" in failure.detail
-    assert client.usage.retries == 2 and client.usage.failures == {"http_503": 1}
+    assert client.counts.retries == 2 and client.counts.failures == {"http_503": 1}
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ def test_a_refused_connection_is_named():
     settings = EndpointSettings(base_url=address, model=MODEL, max_attempts=2)
     client = LLMClient("user", settings, backoff_s=0.001)
     failure = failure_of(client)
-    assert failure.kind == "connection" and client.usage.retries == 1
+    assert failure.kind == "connection" and client.counts.retries == 1
     with pytest.raises(ValueError) as raised:
         client.check()
     for piece in ("rollout.user.endpoint.base_url", address, "cannot reach", "launch/serve_roles.sh"):
@@ -259,7 +259,7 @@ def test_no_more_calls_are_in_flight_than_allowed():
         client = client_of(endpoint, max_concurrency=4)
         assert len(ask(client, times=24)) == 24
         assert endpoint.most_at_once == 4
-    assert client.usage.calls == 24
+    assert client.counts.calls == 24
 
 
 @pytest.mark.parametrize("tokens", ['"7"', "null", "-Infinity", "[1]", "{}"])
@@ -269,14 +269,14 @@ def test_nonsense_about_tokens_counts_as_none(tokens: str):
         with FakeEndpoint(Answer(raw=f'{{"choices": [{choice}], "usage": {usage}}}'.encode())) as endpoint:
             client = client_of(endpoint, max_attempts=1)
             assert ask(client) == [{"score": 0.5}]
-        assert (client.usage.prompt_tokens, client.usage.completion_tokens) == (0, 0)
+        assert (client.counts.prompt_tokens, client.counts.completion_tokens) == (0, 0)
 
 
 def test_an_endless_answer_is_a_timeout():
     with FakeEndpoint(Answer(fault="endless"), GOOD) as endpoint:
         client = client_of(endpoint, timeout_s=0.3)
         assert ask(client) == [{"score": 0.5}]
-    assert client.usage.errors == {"timeout": 1}
+    assert client.counts.errors == {"timeout": 1}
 
 
 def addresses(number: int) -> list[Address]:
@@ -332,7 +332,7 @@ def test_a_failing_address_costs_retries_and_no_answers(pauses: list[float]):
     with FakeEndpoint(error(429, retry_after="7")) as sick, FakeEndpoint(GOOD) as well:
         client = client_of(well, base_url=[sick.base_url, well.base_url], max_attempts=2)
         assert ask(client, times=16) == [{"score": 0.5}] * 16
-        assert len(well.requests) == 16 and client.usage.errors == {"http_429": len(sick.requests)}
+        assert len(well.requests) == 16 and client.counts.errors == {"http_429": len(sick.requests)}
     assert max(pauses) < 1  # nobody waits for the one while the other is ready
 
 
@@ -345,7 +345,7 @@ def test_an_address_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatc
         assert (len(one.requests), len(two.requests)) == (0, 8)
         one.start()
         assert len(ask(client, times=8)) == 8
-        assert len(one.requests) > 0 and set(client.usage.errors) == {"connection"}
+        assert len(one.requests) > 0 and set(client.counts.errors) == {"connection"}
 
 
 def test_requests_are_spaced_evenly_where_there_is_a_limit_per_minute():
@@ -456,7 +456,7 @@ def test_neither_key_nor_password_is_ever_shown(what: str, way: str, monkeypatch
         with pytest.raises(ValueError) as raised:
             client.check()
         assert set(endpoint.keys) == {f"Bearer {secret}" if way == "key" else f"Basic {in_header}"}
-    shown = [str(failure), repr(failure), str(raised.value), repr(client), repr(client.usage), caplog.text]
+    shown = [str(failure), repr(failure), str(raised.value), repr(client), repr(client.counts), caplog.text]
     shown += [repr(client.settings), str(client.settings), client.settings.model_dump_json()]
     shown += traceback.format_exception(failure) + traceback.format_exception(raised.value)
     secrets = {"Planted"} if way == "key" else {"Planted", in_header}
