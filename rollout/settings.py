@@ -175,9 +175,7 @@ class UserSettings(Section):
     @model_validator(mode="after")
     def _a_script_needs_no_prompt(self) -> UserSettings:
         if self.kind == "scripted" and self.prompt != "default":
-            raise ValueError(
-                f"rollout.user.prompt: {self.prompt} has no effect on a scripted user; remove it, or set kind: llm"
-            )
+            raise ValueError(f"prompt: {self.prompt} has no effect on a scripted user; remove it, or set kind: llm")
         return self
 
 
