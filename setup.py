@@ -19,6 +19,7 @@ setup(
     install_requires=[
         "accelerate>=1.15,<2",
         "deepspeed>=0.19.8,<0.20",
+        "json-repair>=0.64,<1",
         "jsonschema>=4.23",
         "numpy>=2.0",
         "openai>=2.25",

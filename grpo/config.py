@@ -20,7 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from grpo.loss import Aggregate, Clip, Correction, KLEstimator, Variant
 from grpo.presets import PRESETS
 from rewards.settings import RewardSettings
-from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section
+from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section, without_password
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
@@ -204,7 +204,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     values = {name: {} if value is None and name in SECTIONS else value for name, value in values.items()}
     preset = values.get("preset")
     values = _merged(PRESETS[preset] if isinstance(preset, str) and preset in PRESETS else {}, values)
-    where = f"{path} with {' '.join(overrides)}" if overrides else str(path)
+    where = f"{path} with {' '.join(map(_told, overrides))}" if overrides else str(path)
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -229,10 +229,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.load(text, _StrictLoader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
-        raise ValueError(f"{path}: not valid YAML ({error})") from error
+        raise ValueError(f"{path}: not valid YAML ({_told_of_yaml(error)})") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must be a mapping of sections, such as configs/quickstart.yaml")
     return values
+
+
+def _told(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return key + equals + without_password(value)
+
+
+def _told_of_yaml(error: Exception) -> str:
+    """It quotes lines of the file, which may hold an address with a password."""
+    return "\n".join(map(without_password, str(error).splitlines()))
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -253,7 +263,7 @@ class _StrictLoader(yaml.SafeLoader):
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ValueError(f"{override!r} is not an override; write section.key=value")
+        raise ValueError(f"{_told(override)!r} is not an override; write section.key=value")
     *sections, last = key.split(".")
     if not sections and last == "preset":
         values["preset"] = preset = _value(override, text)
@@ -268,14 +278,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
         try:
             values[last] = _read_yaml(Path(text))
         except ValueError as error:
-            raise ValueError(f"{override!r}: a whole section comes from a YAML file: {error}") from error
+            raise ValueError(f"{_told(override)!r}: a whole section comes from a YAML file: {error}") from error
         return
     for section in sections:
         if values.get(section) is None:  # absent, or a section with nothing in it
             values[section] = {}
         values = values[section]
         if not isinstance(values, dict):
-            raise ValueError(f"{override!r}: {section} is not a section")
+            raise ValueError(f"{_told(override)!r}: {section} is not a section")
     values[last] = _value(override, text)
 
 
@@ -283,7 +293,7 @@ def _value(override: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{override!r}: the value is not valid YAML ({error})") from error
+        raise ValueError(f"{_told(override)!r}: the value is not valid YAML ({_told_of_yaml(error)})") from None
 
 
 def _fault(fault: dict[str, Any]) -> str:

@@ -1,40 +1,37 @@
-"""One async client per LLM role (simulated user, judge): a question in, a checked JSON object out.
+"""One async client per LLM role (simulated user, judge): a question in, a checked object out.
 
-What it promises: no more than `max_concurrency` calls in flight, a hard time limit on each, few and
-short retries, and never an answer that does not fit the schema. Answers are not repaired: what a
-model did not finish saying is asked for again.
+What it promises: no more calls in flight, and no more in a minute, than allowed; a hard time limit on
+each; few and short retries, at another of the role's servers where there is one; and never an answer
+that its reader (`rollout/answers.py`) refuses.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
-import math
-import os
 import random
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-import jsonschema
 import openai
 
+from rollout.answers import UnusableAnswer, finite, read_strictly
+from rollout.endpoints import Address, Balancer, Pace, presentable, read_key
 from rollout.settings import EndpointSettings
 from rollout.types import Message
 
 log = logging.getLogger(__name__)
 
 Role = Literal["user", "judge"]
+Reader = Callable[[str, Mapping[str, Any]], dict[str, Any]]
+"""(what the model wrote, schema) → the answer. Raises UnusableAnswer."""
 Check = Callable[[dict[str, Any]], None]
 YAML_SECTION: Mapping[str, str] = {"user": "rollout.user.endpoint", "judge": "rewards.judge"}
 
-CHECK_TIMEOUT_S = 10.0
 LONGEST_WAIT_S = 8.0
 """Between two tries, a server's Retry-After included."""
 LONGEST_WAIT_IN_ALL_S = 30.0
@@ -64,153 +61,188 @@ class LLMError(Exception):
         status = int(self.kind.removeprefix("http_"))
         return status >= 500 or status in HTTP_WORTH_A_RETRY
 
+    @property
+    def blames_the_server(self) -> bool:
+        """Rather than the question or the model: another server may do better."""
+        return self.worth_a_retry and self.kind not in ("cut", "schema")
+
 
 @dataclass(frozen=True, slots=True)
-class CallCounts:
-    """What a client has done since it was made."""
+class Usage:
+    """What a client did: since it was made, or, as the difference of two such records, in between.
 
-    calls: int
+    `retries` = the sum of `errors` − the sum of `failures`, once no question is open.
+    """
+
+    calls: int = 0
     """Questions asked."""
-    retries: int
+    retries: int = 0
     """Further tries of those questions."""
-    failures: Mapping[str, int]
+    failures: Mapping[str, int] = field(default_factory=dict)
     """Questions given up, by the kind of their last error."""
-    prompt_tokens: int
-    completion_tokens: int
-    seconds: float
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    seconds: float = 0.0
     """In flight, summed over all tries (parallel ones count each)."""
+    errors: Mapping[str, int] = field(default_factory=dict)
+    """Tries without a usable answer, by kind of LLMError."""
+
+    def __sub__(self, earlier: Usage) -> Usage:
+        return Usage(
+            calls=self.calls - earlier.calls,
+            retries=self.retries - earlier.retries,
+            failures=dict(Counter(self.failures) - Counter(earlier.failures)),
+            prompt_tokens=self.prompt_tokens - earlier.prompt_tokens,
+            completion_tokens=self.completion_tokens - earlier.completion_tokens,
+            seconds=self.seconds - earlier.seconds,
+            errors=dict(Counter(self.errors) - Counter(earlier.errors)),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    messages: Sequence[Message]
+    schema: Mapping[str, Any]
+    read: Reader
+    validate: Check | None
 
 
 class LLMClient:
-    """Asks one role's server. Any event loop may use it, one at a time."""
+    """Asks one role's servers. Any event loop may use it, one at a time."""
 
     def __init__(self, role: Role, settings: EndpointSettings, *, backoff_s: float = 0.5):
         """`backoff_s` scales the pauses before a retry. Raises ValueError where the key's variable is not set."""
         self.role = role
         self.settings = settings
         self._backoff_s = backoff_s
-        self._key = self._read_key()
+        self._key = read_key(YAML_SECTION[role], settings.api_key_env)
+        self._present = presentable(set().union(*(address.secrets for address in self._new_addresses())))
+        self._pace = Pace(settings.max_requests_per_minute)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._calls = self._retries = self._prompt_tokens = self._completion_tokens = 0
         self._seconds = 0.0
+        self._errors: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
 
     @property
-    def counts(self) -> CallCounts:
-        return CallCounts(
+    def counts(self) -> Usage:
+        """So far; `client.counts - earlier` is what came since."""
+        return Usage(
             calls=self._calls,
             retries=self._retries,
             failures=dict(self._failures),
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             seconds=self._seconds,
+            errors=dict(self._errors),
         )
 
     async def ask(
-        self, messages: Sequence[Message], schema: Mapping[str, Any], validate: Check | None = None
+        self,
+        messages: Sequence[Message],
+        schema: Mapping[str, Any],
+        validate: Check | None = None,
+        *,
+        read: Reader = read_strictly,
     ) -> dict[str, Any]:
-        """The model's answer, an object that fits the JSON schema.
+        """The model's answer to a question that the schema goes with.
 
-        `validate` may refuse it with a ValueError for what a schema cannot say. Raises LLMError when
-        no try gave a usable answer, or at once where asking again cannot help.
+        `read` makes an object of what the model wrote; `validate` may refuse it with a ValueError for
+        what a schema cannot say. Raises LLMError when no try gave a usable answer, or at once where
+        asking again cannot help.
         """
         self._enter_loop()
         self._calls += 1
+        question = _Question(messages, schema, read, validate)
+        failed_at: list[Address] = []
         wait_left_s = LONGEST_WAIT_IN_ALL_S
         for attempt in itertools.count(1):
             try:
-                async with self._slots:
-                    text = await self._call(messages, schema)
-                return self._parse(text, schema, validate)
+                return await self._try(question, failed_at)
             except _Failed as failure:
                 error = failure.error
+                self._errors[error.kind] += 1
                 if attempt == self.settings.max_attempts or not error.worth_a_retry:
                     self._failures[error.kind] += 1
                     raise error from None  # the package's own error may quote the key
-                pause_s = min(self._pause_s(attempt, failure.retry_after_s), wait_left_s)
+                all_failed = len(set(failed_at)) == len(self.settings.addresses)  # else another is ready for it
+                pause_s = min(self._pause_s(attempt, failure.retry_after_s if all_failed else 0.0), wait_left_s)
             self._retries += 1
             wait_left_s -= pause_s
             log.info("%s; try %d of %d in %.1f s", error, attempt + 1, self.settings.max_attempts, pause_s)
             await asyncio.sleep(pause_s)
 
     def check(self) -> None:
-        """Asks the server which models it has. Raises ValueError, with the remedy, where it cannot play the role."""
-        section, settings = YAML_SECTION[self.role], self.settings
-        where = f"{section}.base_url: {self._redact(settings.base_url)}"
-        remedy = "start the role servers (bash launch/serve_roles.sh) or correct the address"
-        try:
-            with openai.OpenAI(
-                base_url=settings.base_url, api_key=self._key, max_retries=0, timeout=CHECK_TIMEOUT_S
-            ) as server:
-                models = [model.id for model in server.models.list().data]
-        except openai.APIStatusError as error:
-            if error.status_code in (401, 403):
-                remedy = f"set {section}.api_key_env to the environment variable that holds a valid key"
-            elif error.status_code == 404:
-                remedy = "correct the address, which usually ends in /v1"
-            problem = f"answered HTTP {error.status_code}: {self._redact(error.message)}"
-            raise ValueError(f"{where}: the {self.role}'s server {problem}; {remedy}") from None
-        except openai.APITimeoutError:
-            problem = f"did not answer in {CHECK_TIMEOUT_S:g} s"
-            raise ValueError(f"{where}: the {self.role}'s server {problem}; {remedy}") from None
-        except openai.APIConnectionError as error:
-            problem = self._redact(str(error.__cause__ or error))
-            raise ValueError(f"{where}: cannot reach the {self.role}'s server ({problem}); {remedy}") from None
-        except (openai.OpenAIError, ValueError, AttributeError, TypeError):
-            raise ValueError(f"{where}: what answers there is not an OpenAI-compatible server; {remedy}") from None
-        if settings.model not in models:
-            raise ValueError(
-                f"{section}.model: {settings.model!r} is not served at {self._redact(settings.base_url)}, which has: "
-                f"{', '.join(models) or 'nothing'}; name one of these, or serve that model"
-            )
+        """Asks every server which models it has. Raises ValueError, a line for each that cannot play the role."""
+        section, model = YAML_SECTION[self.role], self.settings.model
+        faults = [fault for address in self._new_addresses() if (fault := address.fault(section, model))]
+        if faults:
+            raise ValueError("\n".join(faults))
 
     async def close(self) -> None:
         """Closes the connections. The client may be used again and opens new ones then."""
         if self._loop is asyncio.get_running_loop():
             self._loop = None
-            await self._server.close()
+            for address in self._balancer.addresses:
+                await address.server.close()
 
-    def _read_key(self) -> str:
-        variable = self.settings.api_key_env
-        if variable is None:
-            return "none"  # not None: the package would send OPENAI_API_KEY, to whatever server this is
-        setting = f"{YAML_SECTION[self.role]}.api_key_env"
-        if not re.fullmatch(r"[A-Za-z_]\w*", variable):  # not echoed: it may be a key itself
-            raise ValueError(
-                f"{setting}: is not the name of an environment variable; put the key into one, and name it"
-            )
-        key = os.environ.get(variable, "").strip()  # keys read from files end in a newline
-        if not key:
-            raise ValueError(
-                f"{setting}: the environment variable {variable} is not set; "
-                f"export it, or set api_key_env to null for a server without a key"
-            )
-        if not (key.isascii() and key.isprintable()):
-            raise ValueError(f"{setting}: the environment variable {variable} holds characters that no key has")
-        return key
+    def _new_addresses(self) -> list[Address]:
+        return [Address(url, self._key) for url in self.settings.addresses]
 
     def _enter_loop(self) -> None:
-        """Connections and semaphores belong to the event loop they were first used in."""
+        """Connections, semaphores and what is in flight belong to the event loop they were first used in."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._loop = loop
-            self._slots = asyncio.Semaphore(self.settings.max_concurrency)
-            self._server = openai.AsyncOpenAI(base_url=self.settings.base_url, api_key=self._key, max_retries=0)
+            addresses = self._new_addresses()
+            self._balancer = Balancer(addresses, self.settings.max_concurrency)
+            self._slots = asyncio.Semaphore(self.settings.max_concurrency * len(addresses))
 
-    async def _call(self, messages: Sequence[Message], schema: Mapping[str, Any]) -> str:
-        """One HTTP call; the text of the answer. Raises _Failed."""
-        started = time.monotonic()
+    async def _try(self, question: _Question, failed_at: list[Address]) -> dict[str, Any]:
+        """Asks once, where the question has failed the least; adds to `failed_at` where it fails. Raises _Failed."""
+        async with self._slots:
+            if delay_s := self._pace.take():
+                await asyncio.sleep(delay_s)
+            address = self._balancer.pick(failed_at)
+            address.in_flight += 1
+            started = time.monotonic()
+            try:
+                return await self._answer(address.server, question)
+            except _Failed as failure:
+                failed_at.append(address)
+                if failure.error.blames_the_server:
+                    self._balancer.rest(address, min(failure.retry_after_s, LONGEST_WAIT_S))
+                raise
+            finally:
+                address.in_flight -= 1
+                self._seconds += time.monotonic() - started
+
+    async def _answer(self, server: openai.AsyncOpenAI, question: _Question) -> dict[str, Any]:
+        try:
+            answer = question.read(self._text(await self._send(server, question)), question.schema)
+            if question.validate is not None:
+                question.validate(answer)
+            return answer
+        except UnusableAnswer as error:
+            raise self._failed(error.kind, str(error)) from None
+        except ValueError as error:  # of `validate`
+            raise self._failed("schema", str(error)) from None
+        except RecursionError:  # of whatever walks through it
+            raise self._failed("not_json", "it is nested too deeply") from None
+
+    async def _send(self, server: openai.AsyncOpenAI, question: _Question) -> Any:
+        """The server's response, of whatever shape. Raises _Failed."""
         try:
             # wait_for, because the package's own timeout starts anew with every byte received.
-            answer = await asyncio.wait_for(
-                self._server.chat.completions.create(
+            return await asyncio.wait_for(
+                server.chat.completions.create(
                     model=self.settings.model,
-                    messages=[dict(message) for message in messages],
+                    messages=[dict(message) for message in question.messages],
                     temperature=self.settings.temperature,
                     max_tokens=self.settings.max_tokens,
                     response_format={
                         "type": "json_schema",
-                        "json_schema": {"name": "answer", "schema": schema, "strict": True},
+                        "json_schema": {"name": "answer", "schema": question.schema, "strict": True},
                     },
                     extra_body={"chat_template_kwargs": {"enable_thinking": self.settings.thinking}},
                     timeout=self.settings.timeout_s,
@@ -226,62 +258,35 @@ class LLMClient:
             raise self._failed("connection", str(error.__cause__ or error)) from None
         except (openai.OpenAIError, ValueError) as error:
             raise self._failed("not_json", f"the server's response is not JSON: {error}") from None
-        finally:
-            self._seconds += time.monotonic() - started
-        return self._text(answer)
 
     def _text(self, answer: Any) -> str:
         """The answer's text. Raises _Failed."""
         try:
             choice, usage = answer.choices[0], answer.usage
             finish_reason, text = choice.finish_reason, choice.message.content or ""
-            tokens = (usage.prompt_tokens or 0, usage.completion_tokens or 0) if usage else (0, 0)
             if not isinstance(text, str):
                 raise TypeError(f"content of type {type(text).__name__}")
         # The package does not check shapes: a proxy's page arrives as a string, an error object without choices.
-        except (AttributeError, IndexError, TypeError):
+        except (AttributeError, LookupError, TypeError):
             raise self._failed("not_json", f"the server's response is not a chat completion: {answer!r}") from None
-        self._prompt_tokens += tokens[0]
-        self._completion_tokens += tokens[1]
+        self._prompt_tokens += _count(usage, "prompt_tokens")
+        self._completion_tokens += _count(usage, "completion_tokens")
         if finish_reason == "length":
             remedy = f"raise {YAML_SECTION[self.role]}.max_tokens ({self.settings.max_tokens})"
             raise self._failed("cut", f"the answer hit its token limit; {remedy}")
         return text
 
-    def _parse(self, text: str, schema: Mapping[str, Any], validate: Check | None) -> dict[str, Any]:
-        # From the first brace to the last: some servers fence the object in Markdown or add a word around it.
-        start, end = text.find("{"), text.rfind("}")
-        try:
-            answer = json.loads(text[start : end + 1], strict=False, parse_constant=_finite, parse_float=_finite)
-        except (ValueError, RecursionError) as error:
-            raise self._failed("not_json", f"{error} in {text!r}") from None
-        problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(answer))
-        if problem is not None:
-            raise self._failed("schema", f"{problem.json_path}: {problem.message}")
-        try:
-            if validate is not None:
-                validate(answer)
-        except ValueError as error:
-            raise self._failed("schema", str(error)) from None
-        return answer
-
     def _failed(self, kind: str, detail: str, retry_after: str | None = None) -> _Failed:
         try:
-            retry_after_s = _finite(retry_after or "0")
+            retry_after_s = max(0.0, finite(retry_after or "0"))
         except ValueError:  # the header may hold a date; our own pauses do then
             retry_after_s = 0.0
-        return _Failed(LLMError(self.role, kind, self._redact(detail)[:400]), retry_after_s)
+        return _Failed(LLMError(self.role, kind, self._present(detail)), retry_after_s)
 
     def _pause_s(self, attempt: int, retry_after_s: float) -> float:
         """Exponential with full jitter, after what the server asked for; never more than LONGEST_WAIT_S."""
         jitter_s = random.uniform(0, self._backoff_s * 2 ** min(attempt - 1, 16))
-        return min(max(0.0, retry_after_s) + jitter_s, LONGEST_WAIT_S)
-
-    def _redact(self, text: str) -> str:
-        for secret in (self._key if self.settings.api_key_env else None, urlsplit(self.settings.base_url).password):
-            if secret:
-                text = text.replace(secret, "***")
-        return text
+        return min(retry_after_s + jitter_s, LONGEST_WAIT_S)
 
 
 class _Failed(Exception):
@@ -292,8 +297,7 @@ class _Failed(Exception):
         self.error, self.retry_after_s = error, retry_after_s
 
 
-def _finite(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError(f"{digits} is not a finite number")
-    return value
+def _count(usage: Any, name: str) -> int:
+    """A number of tokens, 0 where the server does not tell or tells nonsense."""
+    value = getattr(usage, name, 0)
+    return value if isinstance(value, int) else 0

@@ -7,17 +7,33 @@ one; `python -m launch.train --help` prints them all.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
 
 class Section(BaseModel):
     """Base of all settings: frozen, no unknown keys, no infinities. Numbers may be written as text (1e-6)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # an address may hold a password
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -55,40 +71,111 @@ class EngineSettings(Section):
 
 
 class EndpointSettings(Section):
-    """An OpenAI-compatible server that plays a role."""
+    """An OpenAI-compatible server that plays a role, or several that share its calls."""
 
-    base_url: str = Field(description="address, such as http://127.0.0.1:8001/v1")
-    model: str = Field(description="name the server knows the model by")
+    base_url: str | tuple[str, ...] = Field(
+        description="address, such as http://127.0.0.1:8001/v1, or a list of them; each call goes to the least busy one"
+    )
+    model: str = Field(description="name the servers know the model by")
     api_key_env: str | None = Field(None, description="environment variable that holds the key")
     temperature: float = Field(1.0, ge=0, description="sampling temperature")
     max_tokens: int = Field(512, ge=1, description="tokens; longest answer")
     timeout_s: float = Field(120.0, gt=0, description="seconds; limit of one call")
     max_attempts: int = Field(3, ge=1, description="tries per question, the first included")
-    max_concurrency: int = Field(64, ge=1, description="calls in flight per rank")
+    max_concurrency: int = Field(64, ge=1, description="calls in flight per rank, at each address")
+    max_requests_per_minute: int | None = Field(
+        None, ge=1, description="requests per minute and rank, over all addresses, retries too; null: no limit"
+    )
     thinking: bool = Field(False, description="let the model think (chat_template_kwargs.enable_thinking)")
 
-    @field_validator("base_url")
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (self.base_url,) if isinstance(self.base_url, str) else self.base_url
+
+    @model_validator(mode="before")
     @classmethod
-    def _an_address(cls, address: str) -> str:
-        try:
-            parts = urlsplit(address.strip())
-            usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-        except ValueError:  # a port that is no number, half an IPv6 address
-            usable = False
-        if not usable or not address.isprintable():
-            raise ValueError(f"{address!r} is no address; write one such as http://127.0.0.1:8001/v1")
-        return address.strip()
+    def _more_than_an_address(cls, values: Any) -> Any:
+        if isinstance(values, str):
+            raise ValueError(f"{without_password(values)!r} alone will not do; write it as base_url, beside model")
+        return values
+
+    @field_validator("base_url", mode="before")
+    @classmethod
+    def _addresses(cls, value: Any) -> str | tuple[str, ...]:
+        if isinstance(value, str):
+            return checked_address(value)
+        if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) for one in value):
+            raise ValueError("give an address such as http://127.0.0.1:8001/v1, or a list of them")  # not echoed
+        addresses = tuple(map(checked_address, value))
+        twice = [one for one in addresses if addresses.count(one) > 1]
+        if twice:
+            raise ValueError(f"{without_password(twice[0])!r} is in the list twice; remove one")
+        return addresses
+
+    @model_validator(mode="after")
+    def _one_way_to_prove_who_asks(self) -> EndpointSettings:
+        if self.api_key_env is not None and any("@" in urlsplit(address).netloc for address in self.addresses):
+            raise ValueError(
+                "a password in base_url and a key from api_key_env cannot both be sent: "
+                "they use the same HTTP header; remove one"
+            )
+        return self
+
+    @field_serializer("base_url", when_used="json")
+    def _without_passwords(self, base_url: str | tuple[str, ...]) -> str | list[str]:
+        """What is written into a run's folder."""
+        return without_password(base_url) if isinstance(base_url, str) else list(map(without_password, base_url))
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return self.model_dump(mode="json").items()
+
+
+def without_password(address: str) -> str:
+    """`address` with *** for all that stands before its last @."""
+    return re.sub(r"^(\w+://)?.*@", r"\1***@", address, flags=re.DOTALL)
+
+
+def checked_address(text: str) -> str:
+    """`text` without blanks around it. Raises ValueError where it is no http(s) address."""
+    try:
+        parts = urlsplit(text.strip())
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:  # a port that is no number, half an IPv6 address
+        usable = False
+    if not usable or not text.isprintable():
+        raise ValueError(f"{without_password(text)!r} is no address; write one such as http://127.0.0.1:8001/v1")
+    return text.strip()
+
+
+UserVariant = Literal["default", "lazy", "detailed", "impatient"]
+"""The prompts of `rollout/prompts/user_*.txt`."""
 
 
 class UserSettings(Section):
     kind: Literal["scripted", "llm"] = Field("llm", description="who plays the user")
-    prompt: Path | None = Field(None, description="text file with the simulator's prompt; null: the shipped one")
+    prompt: UserVariant | Path = Field(
+        "default",
+        description="how the LLM behaves: default, lazy, detailed, impatient, or a text file with a prompt",
+    )
     endpoint: EndpointSettings | None = Field(None, description="server of the simulator (kind: llm)")
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _a_name_or_a_file(cls, value: Any) -> Any:
+        if not isinstance(value, str | Path) or not str(value):
+            raise ValueError(f"{value!r} is neither a user ({', '.join(get_args(UserVariant))}) nor a text file")
+        return value
 
     @model_validator(mode="after")
     def _an_llm_needs_a_server(self) -> UserSettings:
         if self.kind == "llm" and self.endpoint is None:
             raise ValueError("kind: llm needs rollout.user.endpoint with base_url and model")
+        return self
+
+    @model_validator(mode="after")
+    def _a_script_needs_no_prompt(self) -> UserSettings:
+        if self.kind == "scripted" and self.prompt != "default":
+            raise ValueError(f"prompt: {self.prompt} has no effect on a scripted user; remove it, or set kind: llm")
         return self
 
 

@@ -10,15 +10,20 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from rollout.answers import read_texts
 from rollout.llm_client import LLMClient
 from rollout.prompting import Prompt, visible
-from rollout.settings import UserSettings
+from rollout.settings import UserSettings, UserVariant
 from rollout.types import Message, Scenario
 
 STOP_SIGNAL = "[[TERMINATE CHAT]]"
-USER_PROMPT = Path(__file__).parent / "prompts" / "user_default.txt"
+_STOP = re.compile(r"\[*\s*TERMINATE[ _]CHAT\s*\]*")
+"""What models make of it."""
+PROMPTS = Path(__file__).parent / "prompts"
+MOST_CHARACTERS_A_TOKEN = 8
+"""On average over a message, in any language; an answer with more was not held to its token limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +42,37 @@ class LLMUser:
     def __init__(self, client: LLMClient, settings: UserSettings):
         """Raises ValueError where the prompt's file is missing or its placeholders are not as they must be."""
         self._client = client
-        self._prompt = Prompt(settings.prompt or USER_PROMPT, ("task_desc", "goal", "conversation"))
+        self._prompt = Prompt(_prompt_file(settings.prompt), ("task_desc", "goal", "conversation"))
         self._schema = _answer_schema(client.settings.max_tokens)
 
     async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
-        """The user's next message. Raises LLMError where the model gave no usable one."""
+        """The user's next message, never an empty one. Raises LLMError where the model gave no usable one."""
         prompt = self._prompt.fill(task_desc=scenario.task_desc, goal=scenario.goal, conversation=visible(messages))
-        answer = await self._client.ask([{"role": "user", "content": prompt}], self._schema, _refuse_silence)
+        answer = await self._client.ask(
+            [{"role": "user", "content": prompt}], self._schema, self._refuse_no_message, read=read_texts
+        )
         said = answer["reply"]
-        return UserTurn(said.replace(STOP_SIGNAL, "").strip(), satisfied=STOP_SIGNAL in said)
+        return UserTurn(_STOP.sub("", said).strip(), satisfied=_STOP.search(said) is not None)
+
+    def _refuse_no_message(self, answer: dict[str, Any]) -> None:
+        said, limit = answer["reply"], MOST_CHARACTERS_A_TOKEN * self._client.settings.max_tokens
+        if not any(character.isprintable() and not character.isspace() for character in said):
+            raise ValueError("the user's reply is empty")
+        if len(said) > limit:
+            raise ValueError(f"the user's reply has {len(said)} characters, more than max_tokens allows ({limit})")
+
+
+def _prompt_file(prompt: UserVariant | Path) -> Path:
+    """Raises ValueError where it is neither a shipped variant nor looks like a file."""
+    variants = get_args(UserVariant)
+    if prompt in variants:
+        return PROMPTS / f"user_{prompt}.txt"
+    if not prompt.exists() and prompt.name == str(prompt) and not prompt.suffix:
+        raise ValueError(
+            f"rollout.user.prompt: there is no user {str(prompt)!r}; there are {', '.join(variants)}; "
+            "or give the path of a text file"
+        )
+    return prompt
 
 
 def _answer_schema(max_tokens: int) -> dict[str, Any]:
@@ -62,11 +89,6 @@ def _answer_schema(max_tokens: int) -> dict[str, Any]:
         "required": list(lengths),
         "additionalProperties": False,
     }
-
-
-def _refuse_silence(answer: dict[str, Any]) -> None:
-    if not answer["reply"].strip():
-        raise ValueError("the user's reply is empty")
 
 
 class ScriptedUser:

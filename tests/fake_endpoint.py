@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
+import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 
 MODEL = "fake-model"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What the server sends back: a chat completion, or `raw` bytes in its place."""
+    """What the server sends back: a chat completion, or `raw` bytes in its place.
+
+    `fault` is what goes wrong on the way: `broken_off` closes the connection in the middle, `reset` drops it without a
+    word, `endless` sends bytes until the client has had enough.
+    """
 
     content: str = "{}"
     status: int = 200
@@ -24,6 +30,7 @@ class Answer:
     finish_reason: str = "stop"
     raw: bytes | None = None
     content_type: str = "application/json"
+    fault: Literal["broken_off", "reset", "endless"] | None = None
 
 
 def error(status: int, message: str = "no", **headers: str) -> Answer:
@@ -39,6 +46,8 @@ def says(answer: Any, **more: Any) -> Answer:
 class FakeEndpoint:
     """`answers` are sent in order, the last one for ever; a callable makes one from the request's body.
 
+    `stop` and `start` let it die and come back at the same port.
+
     `requests` are the chat requests' bodies as received, `keys` their Authorization headers, and
     `most_at_once` is the largest number of them that were being answered at the same time.
     """
@@ -51,26 +60,35 @@ class FakeEndpoint:
         self.most_at_once = 0
         self._at_once = 0
         self._lock = threading.Lock()
+        self._port = 0  # any free one, and the same again after that
 
     def __enter__(self) -> FakeEndpoint:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
         endpoint = self
 
         class Handler(_Handler):
             owner = endpoint
 
-        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server = _Server(("127.0.0.1", self._port), Handler)
+        self._port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        self._server.stopped.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}/v1"
+        return f"http://127.0.0.1:{self._port}/v1"
 
     def listing(self) -> Answer:
         if isinstance(self.models, Answer):
@@ -87,8 +105,7 @@ class FakeEndpoint:
         try:
             if callable(answer):
                 answer = answer(body)
-            time.sleep(answer.delay_s)
-            return answer
+            return Answer(fault="reset") if self._server.stopped.wait(answer.delay_s) else answer
         finally:
             with self._lock:
                 self._at_once -= 1
@@ -98,9 +115,18 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.stopped = threading.Event()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # of a client that left: as the tests want
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     owner: FakeEndpoint
+    server: _Server
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
@@ -108,20 +134,36 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.server.stopped.is_set():  # an old connection to a dead server
+            self._reset()
+            return
         known = self.path == "/v1/chat/completions"
         self._send(self.owner.answer(body, self.headers["Authorization"]) if known else error(404))
 
     def _send(self, answer: Answer) -> None:
         payload = answer.raw if answer.raw is not None else json.dumps(_completion(answer)).encode()
+        if answer.fault == "reset":
+            self._reset()
+            return
         try:
             self.send_response(answer.status)
             for name, text in {"Content-Type": answer.content_type, **answer.headers}.items():
                 self.send_header(name, text)
-            self.send_header("Content-Length", str(len(payload)))
+            length = {"broken_off": 2 * len(payload), "endless": 10**12}.get(answer.fault, len(payload))
+            self.send_header("Content-Length", str(length))
             self.end_headers()
             self.wfile.write(payload)
+            while answer.fault == "endless" and not self.server.stopped.wait(0.01):
+                self.wfile.write(b"\xff\x00{" * 300)
+            self.close_connection |= answer.fault is not None
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True  # the client stopped waiting, as the timeout tests want
+
+    def _reset(self) -> None:
+        """Not the usual goodbye of TCP: with a linger of 0 seconds the client's read fails."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.connection.close()
+        self.close_connection = True
 
     def log_message(self, *_: object) -> None:
         pass

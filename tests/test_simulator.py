@@ -7,15 +7,16 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from rollout.answers import UnusableAnswer, read_texts
 from rollout.llm_client import LLMClient, LLMError
-from rollout.settings import EndpointSettings, UserSettings
+from rollout.settings import EndpointSettings, UserSettings, UserVariant
 from rollout.simulator import (
+    PROMPTS,
     STOP_SIGNAL,
-    USER_PROMPT,
     LLMUser,
     ScriptedUser,
     UserTurn,
@@ -49,7 +50,7 @@ def reply(text: str, **more: Any) -> Answer:
     return says({"current_answer": "a draft", "thought": "the end is missing", "reply": text}, **more)
 
 
-def user_of(endpoint: FakeEndpoint, prompt: Path | None = None, **settings: Any) -> LLMUser:
+def user_of(endpoint: FakeEndpoint, prompt: str | Path = "default", **settings: Any) -> LLMUser:
     server = EndpointSettings(base_url=endpoint.base_url, model=MODEL, **settings)
     return LLMUser(LLMClient("user", server, backoff_s=0.001), UserSettings(endpoint=server, prompt=prompt))
 
@@ -85,16 +86,126 @@ def test_the_stop_signal_ends_the_chat_and_is_not_part_of_the_text():
         assert answer(user, scenario, scenario.messages) == UserTurn("", satisfied=True)
 
 
-def test_the_shipped_prompt_tells_the_stop_signal():
-    assert STOP_SIGNAL in USER_PROMPT.read_text(encoding="utf-8")
+def test_every_shipped_user_has_a_prompt_of_its_own_that_tells_the_stop_signal():
+    variants = get_args(UserVariant)
+    assert {file.stem for file in PROMPTS.glob("user_*.txt")} == {f"user_{variant}" for variant in variants}
+    scenario, asked = scenario_of(), set()
+    for variant in variants:
+        with FakeEndpoint(reply("Hi")) as endpoint:
+            answer(user_of(endpoint, variant), scenario, scenario.messages)
+            (request,) = endpoint.requests
+        assert chat_in(request) == [OPENING]
+        text = request["messages"][0]["content"]
+        assert STOP_SIGNAL in text and '"Write about tea."' in text
+        asked.add(text)
+    assert len(asked) == 4
 
 
-def test_an_empty_message_is_asked_again_and_then_an_error():
+def test_an_unknown_user_is_told_which_there_are():
+    with FakeEndpoint() as endpoint, pytest.raises(ValueError) as raised:
+        user_of(endpoint, "lazzy")
+    assert "rollout.user.prompt: there is no user 'lazzy'; there are default, lazy, detailed, impatient" in str(
+        raised.value
+    )
+    with pytest.raises(ValueError, match="7 is neither a user .default, lazy"):
+        UserSettings(kind="llm", prompt=7)
+
+
+def test_a_prompt_for_a_scripted_user_is_refused():
+    assert UserSettings(kind="scripted").prompt == "default"
+    for prompt in ("lazy", "mine.txt"):
+        with pytest.raises(ValueError, match=f"prompt: {prompt} has no effect on a scripted user"):
+            UserSettings(kind="scripted", prompt=prompt)
+
+
+SCHEMA = {"properties": {"current_answer": {}, "thought": {}, "reply": {}}}
+WORDS = {"current_answer": "a draft", "thought": "hm", "reply": "Add green tea."}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(WORDS),
+        f"```json\n{json.dumps(WORDS, indent=2)}\n```",
+        f"Here is the message: {json.dumps(WORDS)} I hope it helps.",
+        str(WORDS),  # single quotes
+        json.dumps(WORDS)[:-1],  # no brace at the end
+        json.dumps(WORDS)[:-1] + ",}",
+        json.dumps(WORDS).replace('",', '"'),  # no commas
+        f"[{json.dumps(WORDS)}]",
+        '{current_answer: "a draft", thought: "hm", reply: "Add green tea."}',
+        '{"current_answer": "a draft", "thought": "hm", "reply": "Add green tea." // done\n}',
+    ],
+)
+def test_what_is_close_to_json_is_read_like_json(text: str):
+    assert read_texts(text, SCHEMA) == WORDS
     scenario = scenario_of()
-    with FakeEndpoint(reply(" \n"), reply("Go on.")) as endpoint:
+    with FakeEndpoint(Answer(text)) as endpoint:
+        user = user_of(endpoint, max_attempts=1)
+        assert answer(user, scenario, scenario.messages) == UserTurn("Add green tea.", satisfied=False)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (7, "7"),
+        (2.5, "2.5"),
+        (True, "true"),
+        (["Add green tea.", "And milk."], "Add green tea.\nAnd milk."),
+        ({"message": "Add green tea.", "tone": ["calm", None, 3]}, "Add green tea.\ncalm\n3"),
+        ("تحية 你好 Γειά\r\n🫖\tok", "تحية 你好 Γειά\n🫖\tok"),
+        ("a\x00b\x1b[31mc\x85", "ab[31mc"),
+        ("\ud83e\uded6 \ud800!", "🫖 \ufffd!"),  # a pair of surrogates, and half of one
+    ],
+)
+def test_whatever_stands_where_text_was_wanted_becomes_text(value: Any, text: str):
+    assert read_texts(json.dumps({"reply": value}), SCHEMA) == {"current_answer": "", "thought": "", "reply": text}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Add green tea.",
+        "",
+        '"Add green tea."',
+        "[1, 2]",
+        '{"reply": "Add gre',
+        '{"thought": "hm", "reply": ',
+        "{" * 10_000,
+        '{"reply": ' + "[" * 300,
+        '{"reply": "' + "Add 'green' tea, " * 3000,
+    ],
+)
+def test_half_a_message_is_none(text: str):
+    with pytest.raises(UnusableAnswer):
+        read_texts(text, SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        reply(""),
+        reply("\x00\n"),
+        says({"thought": "hm"}),
+        says({"reply": None}),
+        says({"reply": []}),
+        reply("tea " * 50_000),
+    ],
+)
+def test_an_unusable_message_is_asked_for_again_and_then_an_error(unusable: Answer):
+    scenario = scenario_of()
+    with FakeEndpoint(unusable, reply("Go on.")) as endpoint:
         assert answer(user_of(endpoint), scenario, scenario.messages).text == "Go on."
-    with FakeEndpoint(reply("")) as endpoint, pytest.raises(LLMError, match="user: schema: the user's reply is empty"):
-        answer(user_of(endpoint), scenario, scenario.messages)
+        assert len(endpoint.requests) == 2
+    with FakeEndpoint(unusable) as endpoint, pytest.raises(LLMError, match="user: (schema|not_json): "):
+        answer(user_of(endpoint, max_attempts=2), scenario, scenario.messages)
+
+
+@pytest.mark.parametrize("signal", ["[[TERMINATE CHAT]]", "[TERMINATE CHAT]", "TERMINATE CHAT", "[[TERMINATE_CHAT]]"])
+def test_a_stop_signal_without_all_its_brackets_still_ends_the_chat(signal: str):
+    scenario = scenario_of()
+    with FakeEndpoint(reply(f"Thanks! {signal}")) as endpoint:
+        assert answer(user_of(endpoint), scenario, scenario.messages) == UserTurn("Thanks!", satisfied=True)
 
 
 @pytest.mark.parametrize("goal", ['{"a": {}} {goal} {0}', "costs $5, ${conversation} $$", '"a" \\ line\nand < more'])
