@@ -58,7 +58,8 @@ class Trainer:
             config.loss,
             config.update,
             mini_batch_prompts=config.mini_batch_prompts,
-            max_reply_tokens=config.rollout.max_reply_tokens,
+            max_reply_tokens=config.rollout.max_trained_tokens,
+            train_on=config.rollout.train_on,
             max_gap=max_gap(parts.policy.dtype),
             ranks=ranks,
         )
