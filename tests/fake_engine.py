@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from rollout.engine import Sampled, SampleRequest
+from rollout.chat import Chat
+from rollout.engine import Sampled, SampleRequest, SharedEngine
+from tests.tiny import WORDS, make_tokenizer
 
 
 class FakeEngine:
@@ -48,3 +50,16 @@ class FakeEngine:
         self._queue.clear()
 
     def close(self) -> None: ...
+
+
+def words_engine(
+    answer: Callable[[list[str], int], Sequence[str]], words: Sequence[str] = WORDS, **more
+) -> tuple[Chat, SharedEngine]:
+    """A chat of whole words and an engine that answers in words: `answer(words of the prompt, seed)`."""
+    chat = Chat(make_tokenizer(words), [1])
+
+    def sample(request: SampleRequest) -> Sequence[int]:
+        prompt = chat.tokenizer.convert_ids_to_tokens(request.prompt_ids)
+        return chat.tokenizer.convert_tokens_to_ids([*answer(prompt, request.seed), "<end>"])
+
+    return chat, SharedEngine(FakeEngine(sample, chat.stop_ids, **more))
