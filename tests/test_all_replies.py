@@ -223,11 +223,9 @@ def test_first_replies_alone_are_trained_where_that_is_asked_for():
     groups = make_groups("exact")
     updater = updater_of(PlainPolicy(make_network()), 4096)
     updater.train_on = "first_reply"
-    sequences = updater._sequences([(group, ADVANTAGES[group.position]) for group in groups])
-    first = [g.conversations_GC[s][0].replies[0] for g in groups for s in range(3) if (g.position, s) != INVALID]
-    first = [reply for reply, a in zip(first, [a for row in ADVANTAGES for a in row if a != -0.75], strict=True) if a]
+    sequences = updater._sequences([(groups[0], ADVANTAGES[0])])
     assert [(s.prompt_ids, s.response_ids, s.context) for s in sequences] == [
-        (reply.prompt_ids, reply.token_ids, frozenset()) for reply in first
+        (reply.prompt_ids, reply.token_ids, frozenset()) for reply in groups[0].replies_G
     ]
 
 

@@ -57,6 +57,14 @@ THINKING = """
 {%- endif %}
 """
 
+SHOUTING = """
+{%- for m in messages %}
+    {%- set said = m.content | upper if m.role == 'assistant' else m.content %}
+    {{- '<|im_start|>' + m.role + '\\n' + said + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
 
 def template(text: str, **names: object) -> str:
     return "".join(f"{{%- set {name} = {value!r} %}}" for name, value in names.items()) + text
@@ -250,3 +258,11 @@ def test_a_reply_that_ended_on_another_stop_token_than_the_templates_is_not_in_t
     talk = converse(chat, sampled)
     assert list(talk.replies[1].prompt_ids) == chat.prompt_ids(talk.messages[:3])
     assert len(sequences_of(talk)) == 2 and sorted(trained_ids(talk)) == sorted(sum(sampled, []))
+
+
+def test_a_template_that_changes_the_words_of_history_is_found_out_even_where_their_number_stays():
+    case = Case(SHOUTING, "<|im_end|>", "", "")
+    chat = chat_of(case)
+    assert not chat.keeps_history
+    sampled = [ids_of(chat, text.strip() + case.stop) for text in REPLIES]
+    assert_a_sequence_for_each_reply(chat, converse(chat, sampled), sampled)

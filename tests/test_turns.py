@@ -11,6 +11,7 @@ import torch
 
 from grpo.config import EvaluationSettings, load_config
 from grpo.evaluate import evaluate
+from launch.train import check_inputs
 from rewards.scoring import Scorer
 from rewards.settings import RewardSettings
 from rollout.conversation import Rollout, RolloutPlan
@@ -171,3 +172,23 @@ def test_a_system_prompt_is_refused_where_a_prompt_has_its_own_or_the_file_will_
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ValueError, match="rollout.system_prompt: .*empty.txt is empty"):
         system_prompt(str(tmp_path / "empty.txt"))
+
+
+def test_the_check_of_prompt_lengths_counts_the_system_prompt(tmp_path, small_model):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "reference": "y"}\n' * 2)
+    settings = [
+        f"model.path={small_model}", f"run.folder={tmp_path}", f"data.train={rows}", "data.validation=null",
+        "data.max_prompt_tokens=100",
+    ]  # fmt: skip
+    check_inputs(load_config(Path("configs/quickstart.yaml"), settings))
+    with pytest.raises(ValueError, match="rows.jsonl, row 0: the prompt has [0-9]+ tokens, the limit is 100"):
+        check_inputs(load_config(Path("configs/quickstart.yaml"), [*settings, "rollout.system_prompt=proactive"]))
+
+
+def test_the_start_of_a_run_tells_what_all_replies_are_trained_as(tmp_path, small_model, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "reference": "y"}\n' * 2)
+    settings = [f"run.folder={tmp_path}", f"data.train={rows}", "data.validation=null", "rollout.train_on=all_replies"]
+    check_inputs(load_config(Path("configs/quickstart.yaml"), [f"model.path={small_model}", *settings]))
+    assert "trained: all replies, one sequence per conversation" in capsys.readouterr().out
