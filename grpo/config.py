@@ -90,6 +90,11 @@ class LossSettings(Section):
         return Clip(self.clip_low, self.clip_high, self.dual_clip)
 
     @property
+    def needs_whole_samples(self) -> bool:
+        """Whether the loss averages over a sample, all of whose tokens then lie in one micro-batch."""
+        return self.variant == "gspo" or self.correction == "sequence"
+
+    @property
     def kl_in_loss(self) -> bool:
         return self.kl_coef > 0 and self.kl_placement == "in_loss"
 
@@ -129,6 +134,23 @@ class EvaluationSettings(Section):
     prompts: int | None = Field(None, ge=1, description="held-out prompts used; null: all")
     temperature: float = Field(0.0, ge=0, description="sampling temperature; 0: the most likely token")
     continuations: int = Field(1, ge=0, description="conversations per held-out prompt")
+    max_new_turns: int | None = Field(
+        None,
+        ge=2,
+        description="messages; of both sides after the prompt, up to the assistant's last; null: rollout's limits",
+    )
+    user_opens: bool = Field(
+        False, description="leave only the system message of a prompt: the simulated user writes the opening itself"
+    )
+
+    @model_validator(mode="after")
+    def _turns_need_a_conversation(self) -> EvaluationSettings:
+        if self.max_new_turns is not None and self.continuations == 0:
+            raise ValueError(
+                "continuations: 0 ends every conversation with its first reply, so max_new_turns has no meaning; "
+                "set evaluation.continuations: 1, or evaluation.max_new_turns: null"
+            )
+        return self
 
 
 class Config(Section):
@@ -161,6 +183,11 @@ class Config(Section):
                 f"rollout.max_reply_tokens: {self.rollout.max_reply_tokens} leaves no room for a prompt in "
                 f"engine.max_context_tokens: {self.engine.max_context_tokens}"
             )
+        if self.evaluation.user_opens and not self.evaluation.max_new_turns and not self.rollout.max_user_turns:
+            raise ValueError(
+                "evaluation.user_opens: true has the simulated user write a message, and rollout.max_user_turns: 0 "
+                "allows none; set evaluation.max_new_turns"
+            )
         return self
 
     def without_effect(self) -> Iterator[str]:
@@ -191,6 +218,28 @@ class Config(Section):
     def max_prompt_tokens(self) -> int:
         """Longest prompt that leaves room for a whole first reply."""
         return min(self.data.max_prompt_tokens, self.engine.max_context_tokens - self.rollout.max_reply_tokens)
+
+    def check_budget(self, longest_prompt: int) -> None:
+        """Raises ValueError where a micro-batch may be too small for what must lie in one.
+
+        With all_replies the user's messages count too, and only the context bounds them. A template that rewrites
+        history makes a sequence of every reply, and a loss that averages over the sample needs them side by side.
+        """
+        budget, rollout = self.update.max_tokens_per_micro_batch, self.rollout
+        if rollout.train_on == "first_reply":
+            needed = longest_prompt + rollout.max_reply_tokens
+            what, remedy = "the longest prompt with its reply", "data.max_prompt_tokens or rollout.max_reply_tokens"
+        else:
+            num_contexts = rollout.most_replies if self.loss.needs_whole_samples else 1
+            needed = num_contexts * self.engine.max_context_tokens
+            what = "a conversation may take (train_on: all_replies"
+            what += f"; {num_contexts} contexts, since the loss averages over it)" if num_contexts > 1 else ")"
+            remedy = "engine.max_context_tokens"
+        if needed > budget:
+            raise ValueError(
+                f"update.max_tokens_per_micro_batch: {budget} is less than {what}, {needed} tokens; raise it, "
+                f"or lower {remedy}"
+            )
 
 
 SECTIONS = frozenset(Config.model_fields) - {"preset"}

@@ -8,6 +8,7 @@ from typing import Any
 
 from rewards.scoring import ReplyReward, Scorer
 from rollout.conversation import Rollout, RolloutPlan
+from rollout.settings import TrainOn
 from rollout.types import Conversation, Reply, Scenario, Score
 
 TRACE_SCHEMA = 2
@@ -27,6 +28,12 @@ class Group:
     @property
     def replies_G(self) -> tuple[Reply, ...]:
         return tuple(conversations_C[0].first_reply for conversations_C in self.conversations_GC)
+
+    def trained_G(self, train_on: TrainOn) -> tuple[tuple[Reply, ...], ...]:
+        """The replies that each sample trains on."""
+        if train_on == "first_reply":
+            return tuple((reply,) for reply in self.replies_G)
+        return tuple(conversations_C[0].replies for conversations_C in self.conversations_GC)
 
     @property
     def conversations(self) -> list[Conversation]:
@@ -92,7 +99,7 @@ def trace_rows(
                     "ended": talk.ended,
                     "farewell": talk.farewell,
                     "reply_tokens": [len(reply.token_ids) for reply in talk.replies],
-                    "first_reply_cut": talk.first_reply.finish_reason == "length",
+                    "first_reply_cut": talk.first_reply_cut,
                     "score": {
                         "values": dict(score.values),
                         "failures": dict(score.failures),

@@ -9,8 +9,9 @@ alone:
     segment     0  0  0 |  1  1  1 |  2  2 | -1     a token sees segment 0 and its own, never later ones
     predicts   .. .. a0/b0  a1 a2  ·   b1  ·        the last prompt token predicts every first reply token
 
-A padded batch is the special case of one reply per row. Suffixes: R rows, L tokens in a row, N response
-tokens (flat, sequence after sequence).
+A padded batch is the special case of one reply per row. Response tokens that are not trained (a user's message
+between two replies) are attended to and nothing else. Suffixes: R rows, L tokens in a row, N trained response tokens
+(flat, sequence after sequence).
 """
 
 from __future__ import annotations
@@ -25,16 +26,24 @@ PROMPT, PADDING = 0, -1
 
 @dataclass(frozen=True, slots=True)
 class TrainSequence:
-    """One reply to train on, as it was sampled."""
+    """Replies to train on, as they were sampled: one, or all of a conversation (`grpo.sequences`)."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
+    """Of each trained token."""
     number: int
-    """Tells it from the others of its mini-batch, from 0."""
+    """Of the sample it belongs to, from 0: tells it from the others of its mini-batch."""
     advantage: float
     weight: float
     """Of each of its tokens in the step's loss (`grpo.loss.aggregation_weights`)."""
+    context: frozenset[int] = frozenset()
+    """Indices of the response tokens that are only attended to, never trained."""
+
+    @property
+    def trained(self) -> list[int]:
+        """Indices of the response tokens that are trained on."""
+        return [index for index in range(len(self.response_ids)) if index not in self.context]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +54,9 @@ class PackedBatch:
     position_ids_RL: torch.Tensor
     segment_RL: torch.Tensor
     predictor_N: torch.Tensor
-    """Flat index (row · L + column) of the token whose hidden state predicts response token n."""
+    """Flat index (row · L + column) of the token whose hidden state predicts trained token n."""
     target_N: torch.Tensor
-    """The response token ids."""
+    """The trained token ids."""
     sequence_N: torch.Tensor
     """`TrainSequence.number` of token n."""
     sampler_logprobs_N: torch.Tensor
@@ -91,6 +100,7 @@ def plan_micro_batches(
     *,
     max_tokens: int,
     share_prompt: bool = True,
+    whole_samples: bool = False,
     pair_cost: float = 0.0,
     multiple: int = 1,
 ) -> list[list[_Row]]:
@@ -98,32 +108,43 @@ def plan_micro_batches(
     a row that fits only before that padding stands alone).
 
     With `share_prompt`, sequences with the same prompt share rows: as few rows as is cheapest, where a row of L
-    tokens costs L + `pair_cost` · L². Every sequence lands in exactly one row. Raises ValueError for an empty
-    response, and for a sequence longer than the budget.
+    tokens costs L + `pair_cost` · L². Every sequence lands in exactly one row; with `whole_samples`, those of one
+    sample (`number`) in one micro-batch. Raises ValueError for an empty response, and for a sequence longer than the
+    budget, or a sample that must stay whole.
     """
-    for sequence in sequences:
-        length = len(sequence.prompt_ids) + len(sequence.response_ids)
+    units: dict[int, list[TrainSequence]] = {}
+    for index, sequence in enumerate(sequences):
         if not sequence.response_ids:
             raise ValueError("a reply without tokens cannot be trained on")
-        if length > max_tokens:
+        units.setdefault(sequence.number if whole_samples else index, []).append(sequence)
+    groups: dict[tuple[int, ...], list[_Row]] = {}
+    blocks: list[list[_Row]] = []  # of rows that stay together
+    for unit in units.values():
+        one_row = share_prompt and len({sequence.prompt_ids for sequence in unit}) == 1
+        rows = [_Row(part[0].prompt_ids, tuple(part)) for part in ([unit] if one_row else [[one] for one in unit])]
+        num_tokens = len(rows) * max(map(len, rows))
+        if num_tokens > max_tokens:
+            what = "one sequence" if len(unit) == 1 else "the sequences of one sample"
             raise ValueError(
-                f"update.max_tokens_per_micro_batch: {max_tokens} is less than one sequence of {length} tokens; "
-                "raise it"
+                f"update.max_tokens_per_micro_batch: {max_tokens} is less than {what} of {num_tokens} tokens; raise it"
             )
-    groups: dict[object, list[TrainSequence]] = {}
-    for sequence in sequences:
-        groups.setdefault(sequence.prompt_ids if share_prompt else sequence.number, []).append(sequence)
-    rows = [row for siblings in groups.values() for row in _cheapest_rows(siblings, max_tokens, pair_cost)]
-    micro_batches: list[list[_Row]] = []
-    for row in sorted(rows, key=len):  # ascending lengths: the newest row is the longest, so it sets the padded size
-        if micro_batches and (len(micro_batches[-1]) + 1) * padded_length([row], multiple) <= max_tokens:
-            micro_batches[-1].append(row)
+        if one_row:
+            groups.setdefault(rows[0].prompt_ids, []).extend(rows)
         else:
-            micro_batches.append([row])
+            blocks.append(rows)
+    blocks += [[row] for siblings in groups.values() for row in _cheapest_rows(siblings, max_tokens, pair_cost)]
+    micro_batches: list[list[_Row]] = []
+    # Ascending lengths: the newest block holds the longest row, so it sets the padded size.
+    for block in sorted(blocks, key=lambda block: max(map(len, block))):
+        num_rows = len(micro_batches[-1]) + len(block) if micro_batches else 0
+        if micro_batches and num_rows * padded_length(block, multiple) <= max_tokens:
+            micro_batches[-1] += block
+        else:
+            micro_batches.append([*block])
     return micro_batches
 
 
-def _cheapest_rows(siblings: Sequence[TrainSequence], max_tokens: int, pair_cost: float) -> list[_Row]:
+def _cheapest_rows(siblings: Sequence[_Row], max_tokens: int, pair_cost: float) -> list[_Row]:
     """The siblings in 1, 2, 3 … rows of about equal length, whichever number costs least and fits."""
 
     def cost(rows: list[_Row]) -> float:
@@ -133,12 +154,13 @@ def _cheapest_rows(siblings: Sequence[TrainSequence], max_tokens: int, pair_cost
     return min((rows for rows in candidates if max(map(len, rows)) <= max_tokens), key=cost)
 
 
-def _even_rows(siblings: Sequence[TrainSequence], number: int) -> list[_Row]:
+def _even_rows(siblings: Sequence[_Row], number: int) -> list[_Row]:
     """Longest first, each to the row that is shortest so far."""
-    parts: list[list[TrainSequence]] = [[] for _ in range(number)]
-    for sequence in sorted(siblings, key=lambda sequence: -len(sequence.response_ids)):
-        min(parts, key=lambda part: sum(len(taken.response_ids) for taken in part)).append(sequence)
-    return [_Row(siblings[0].prompt_ids, tuple(part)) for part in parts]
+    rows = [_Row(siblings[0].prompt_ids, ()) for _ in range(number)]
+    for sibling in sorted(siblings, key=lambda sibling: -len(sibling)):
+        shortest = min(range(number), key=lambda index: len(rows[index]))
+        rows[shortest] = _Row(sibling.prompt_ids, rows[shortest].sequences + sibling.sequences)
+    return rows
 
 
 def padded_length(rows: Sequence[_Row], multiple: int) -> int:
@@ -164,16 +186,17 @@ def pack(rows: Sequence[_Row], multiple: int = 1) -> PackedBatch:
             input_ids_RL[r, column : column + num] = torch.tensor(sequence.response_ids)
             position_ids_RL[r, column : column + num] = torch.arange(start, start + num)
             segment_RL[r, column : column + num] = segment
-            predictors += [r * length + start - 1, *range(r * length + column, r * length + column + num - 1)]
+            before = [r * length + start - 1, *range(r * length + column, r * length + column + num - 1)]
+            predictors += [before[index] for index in sequence.trained]
             column += num
     flat = [sequence for row in rows for sequence in row.sequences]
-    lengths = torch.tensor([len(sequence.response_ids) for sequence in flat])
+    lengths = torch.tensor([len(sequence.trained) for sequence in flat])
     return PackedBatch(
         input_ids_RL=input_ids_RL,
         position_ids_RL=position_ids_RL,
         segment_RL=segment_RL,
         predictor_N=torch.tensor(predictors),
-        target_N=torch.tensor([token for sequence in flat for token in sequence.response_ids]),
+        target_N=torch.tensor([sequence.response_ids[index] for sequence in flat for index in sequence.trained]),
         sequence_N=torch.tensor([sequence.number for sequence in flat]).repeat_interleave(lengths),
         sampler_logprobs_N=torch.tensor([logprob for sequence in flat for logprob in sequence.sampler_logprobs]),
         advantages_N=torch.tensor([sequence.advantage for sequence in flat]).repeat_interleave(lengths),

@@ -1,6 +1,6 @@
 """The training loop, read top to bottom: sample, reply, converse, score, advantages, update, sync, record.
 
-Group Relative Policy Optimization (arXiv:2402.03300) on the first replies of simulated conversations.
+Group Relative Policy Optimization (arXiv:2402.03300) on the replies of simulated conversations.
 Where it departs from the papers is said in the modules it calls: `grpo.advantages`, `grpo.loss`.
 """
 
@@ -58,7 +58,8 @@ class Trainer:
             config.loss,
             config.update,
             mini_batch_prompts=config.mini_batch_prompts,
-            max_reply_tokens=config.rollout.max_reply_tokens,
+            max_reply_tokens=config.rollout.max_trained_tokens,
+            train_on=config.rollout.train_on,
             max_gap=max_gap(parts.policy.dtype),
             ranks=ranks,
         )

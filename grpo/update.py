@@ -26,7 +26,9 @@ from grpo.packing import (
 )
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
+from grpo.sequences import train_sequences, valid_samples
 from grpo.sync import check_gap
+from rollout.settings import TrainOn
 
 
 class Tally:
@@ -81,12 +83,15 @@ class Updater:
         max_reply_tokens: int,
         max_gap: float,
         ranks: Ranks,
+        train_on: TrainOn = "first_reply",
     ):
-        """`max_gap`: largest mean gap between sampler's and trainer's log-probs, nats (`grpo.sync.max_gap`)."""
+        """`max_reply_tokens`: most that one sample trains on, all of its trained replies together. `max_gap`: largest
+        mean gap between sampler's and trainer's log-probs, nats (`grpo.sync.max_gap`)."""
         self.policy, self.reference = policy, reference
         self.loss, self.settings = loss, update
         self.mini_batch_prompts, self.max_reply_tokens = mini_batch_prompts, max_reply_tokens
         self.max_gap, self.ranks = max_gap, ranks
+        self.train_on: TrainOn = train_on
 
     def update(
         self, groups: Sequence[Group], advantages_PG: Sequence[Sequence[float]], num_prompts: int
@@ -124,21 +129,13 @@ class Updater:
         return metrics | _named(tally.means(self.ranks))
 
     def reply_kl(self, groups: Sequence[Group]) -> tuple[list[list[float]], float]:
-        """KL of policy and reference summed over each reply (k1, nats), by [group][sample], and its token mean over
-        all ranks. 0 where a reply is invalid: it is not trained on. Collective.
+        """KL of policy and reference summed over what each sample trains on (k1, nats), by [group][sample], and its
+        token mean over all ranks. 0 where a sample is invalid: it is not trained on. Collective.
         """
-        replies = [
-            (g, sample, reply)
-            for g, group in enumerate(groups)
-            for sample, (reply, reward) in enumerate(zip(group.replies_G, group.rewards_G, strict=True))
-            if reward.valid
-        ]
-        sequences = [
-            TrainSequence(reply.prompt_ids, reply.token_ids, reply.logprobs, number, advantage=0.0, weight=0.0)
-            for number, (_, _, reply) in enumerate(replies)
-        ]
-        mini_batch = self._plan(sequences)
-        sums = [0.0] * len(replies)
+        samples_P = [valid_samples(group, self.train_on) for group in groups]
+        num_samples = sum(map(len, samples_P))
+        mini_batch = self._plan(train_sequences(samples_P, [0.0] * num_samples))
+        sums = [0.0] * num_samples
         for (batch, chunks), is_own in zip(self._batches(mini_batch), mini_batch.is_own, strict=True):
             k1_N = kl_penalty(
                 self.policy.frozen_logprobs(batch, chunks), self.reference.logprobs(batch, chunks), "k1"
@@ -149,32 +146,31 @@ class Updater:
         if not all(map(math.isfinite, sums)):
             raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
         kl_PG = [[0.0] * len(group.rewards_G) for group in groups]
-        for (g, sample, _), total in zip(replies, sums, strict=True):
-            kl_PG[g][sample] = total
-        kl, tokens = self.ranks.total([sum(sums), sum(len(reply.token_ids) for _, _, reply in replies)])
+        totals = iter(sums)
+        for kl_G, samples in zip(kl_PG, samples_P, strict=True):
+            for sample in samples:
+                kl_G[sample.position] = next(totals)
+        num_tokens = sum(sample.num_tokens for samples in samples_P for sample in samples)
+        kl, tokens = self.ranks.total([sum(sums), num_tokens])
         return kl_PG, kl / max(tokens, 1)
 
     def _sequences(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> list[TrainSequence]:
         """What a mini-batch trains on, with the weights of the whole optimizer step. Collective."""
-        trained = [
-            (reply, advantage)
-            for group, advantages_G in groups
-            for reply, reward, advantage in zip(group.replies_G, group.rewards_G, advantages_G, strict=True)
-            if reward.valid
-        ]
-        tokens, num_sequences = self.ranks.total([sum(len(reply.token_ids) for reply, _ in trained), len(trained)])
+        samples_P = [valid_samples(group, self.train_on, advantages_G) for group, advantages_G in groups]
+        lengths = [sample.num_tokens for samples in samples_P for sample in samples]
+        tokens, num_samples = self.ranks.total([sum(lengths), len(lengths)])
         weights_S = aggregation_weights(
-            torch.tensor([len(reply.token_ids) for reply, _ in trained]),
+            torch.tensor(lengths),
             self.loss.aggregate,
             step_tokens=int(tokens),
-            step_sequences=int(num_sequences),
+            step_sequences=int(num_samples),
             max_tokens=self.max_reply_tokens,
         )
         return [
-            TrainSequence(reply.prompt_ids, reply.token_ids, reply.logprobs, number, advantage, weight)
-            for number, ((reply, advantage), weight) in enumerate(zip(trained, weights_S.tolist(), strict=True))
+            sequence
+            for sequence in train_sequences(samples_P, weights_S.tolist())
             # Without KL and entropy, a sequence without advantage has no gradient: it counts above, and costs nothing.
-            if advantage != 0 or self.loss.kl_in_loss or self.loss.entropy_coef > 0
+            if sequence.advantage != 0 or self.loss.kl_in_loss or self.loss.entropy_coef > 0
         ]
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> _MiniBatch:
@@ -184,6 +180,7 @@ class Updater:
             sequences,
             max_tokens=self.settings.max_tokens_per_micro_batch,
             share_prompt=self.settings.share_prompt and attention.shares_rows,
+            whole_samples=self.loss.needs_whole_samples,
             pair_cost=attention.pair_cost,
             multiple=attention.row_multiple,
         )

@@ -32,9 +32,10 @@ from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rollout.chat import Chat, check_context
 from rollout.conversation import Rollout, User
-from rollout.data import fit_prompts, read_scenarios, steps_per_epoch
+from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
 from rollout.engine import SharedEngine, build_engine, choose_engine
 from rollout.llm_client import LLMClient
+from rollout.prompting import system_prompt
 from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
 
@@ -63,9 +64,12 @@ def check_inputs(config: Config) -> Inputs:
     chat = Chat.load(config.model.path)
     check_context(config.model.path, config.engine.max_context_tokens)
     need_reference = "bleu_score" in config.rewards.weights
+    system = system_prompt(config.rollout.system_prompt) if config.rollout.system_prompt else None
 
     def scenarios(path: Path) -> tuple[list[Scenario], int]:
         rows = read_scenarios(path, need_reference=need_reference, user=config.rollout.user.kind)
+        if system is not None:
+            rows = with_system_prompt(rows, system, path)
         kept, longest = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)
         num_dropped = len(rows) - len(kept)
         say(
@@ -78,13 +82,7 @@ def check_inputs(config: Config) -> Inputs:
         raise ValueError(f"data.validation: {config.data.validation} is the training file; hold other rows out")
     train, longest = scenarios(config.data.train)
     validation, _ = scenarios(config.data.validation) if config.data.validation else ([], 0)
-    budget = config.update.max_tokens_per_micro_batch
-    longest += config.rollout.max_reply_tokens
-    if longest > budget:
-        raise ValueError(
-            f"update.max_tokens_per_micro_batch: {budget} is less than the longest prompt with its reply, "
-            f"{longest} tokens; raise it, or lower data.max_prompt_tokens or rollout.max_reply_tokens"
-        )
+    config.check_budget(longest)
     per_epoch = steps_per_epoch(len(train), config.rollout.prompts_per_step)
     total_steps = config.run.steps or config.run.epochs * per_epoch
     if config.rollout.dynamic_sampling.max_rounds and len(train) == config.rollout.prompts_per_step:
@@ -104,6 +102,8 @@ def check_inputs(config: Config) -> Inputs:
             client.check()
     batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies"
     say(f"engine: {engine} ({reason}); {total_steps} steps of {batch}")
+    if config.rollout.train_on == "all_replies":
+        say(f"trained: all replies, {chat.history_note}")
     return Inputs(chat, train, validation, clients, user, judge, total_steps)
 
 

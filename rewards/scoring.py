@@ -109,10 +109,12 @@ class Scorer:
             valid = truncated != "mask"
             return ReplyReward(float(truncated) if valid else float("nan"), valid, {}, {}, {})
         reward = combine(scores, self.settings.weights, self.settings.clamp)
+        if not reward.valid:
+            return reward
         penalty = soft_overlong(
             len(conversations[0].first_reply.token_ids), self.max_reply_tokens, self.settings.soft_overlong
         )
-        return replace(reward, total=reward.total - penalty, overlong=penalty) if reward.valid and penalty else reward
+        return replace(reward, total=reward.total - penalty, overlong=penalty)
 
 
 def combine(scores: Sequence[Score], weights: Mapping[str, float], clamp: tuple[float, float] | None) -> ReplyReward:
@@ -153,7 +155,7 @@ async def score_batch(scorer: Scorer, conversations: Sequence[Conversation]) -> 
 
 def is_truncated(conversation: Conversation) -> bool:
     """Whether the first reply was cut by its token limit, so that nobody could answer it."""
-    return conversation.first_reply.finish_reason == "length"
+    return conversation.first_reply_cut
 
 
 def check_failure_rate(failed: int, started: int, first_failures: Sequence[str], limit: float) -> None:

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rollout.types import Message
+from rollout.types import Message, Reply
 
 
 class Chat:
@@ -54,17 +54,48 @@ class Chat:
         return cls(tokenizer, stop_ids)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids that ask for the next assistant message.
+        """Token ids that ask for the next assistant message."""
+        return self._ids(self._rendered(messages))
 
-        `enable_thinking=False` is what Qwen3's template reads; other templates ignore it.
+    def next_prompt_ids(self, history: Sequence[Message], reply: Reply, said: Message) -> list[int]:
+        """Token ids that ask for the message after `said`, the user's answer to `reply`, which ends `history`.
+
+        They begin with exactly the ids of `reply` and its prompt: what was sampled is not tokenized again. Only where
+        the template itself renders the past differently (thinking blocks dropped, another end of turn than the one
+        that was sampled), the whole history is rendered anew.
         """
+        rendered = self._rendered([*history, said])
+        so_far = self._rendered(history[:-1]) + reply.text
+        # From the reply's end of turn on: a token of its own, so that what follows is tokenized as in the whole.
+        appended = self._ids(rendered[len(so_far) :]) if rendered.startswith(so_far) else []
+        if appended[:1] == list(reply.token_ids[-1:]):
+            return [*reply.ids, *appended[1:]]
+        return self._ids(rendered)
+
+    @property
+    def keeps_history(self) -> bool:
+        """Whether the template leaves plain replies as they were sampled when the conversation goes on."""
+        asked: list[Message] = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes"}]
+        prompt_ids, token_ids = tuple(self.prompt_ids(asked[:1])), self._ids("Yes")
+        replies = [Reply(prompt_ids, (*token_ids, stop), (), "Yes", "stop") for stop in self.stop_ids]
+        following = [tuple(self.next_prompt_ids(asked, reply, asked[0])) for reply in replies]
+        return any(ids[: len(reply.ids)] == reply.ids for ids, reply in zip(following, replies, strict=True))
+
+    @property
+    def history_note(self) -> str:
+        """What `keeps_history` means for training on all replies."""
+        if self.keeps_history:
+            return "one sequence per conversation (the chat template keeps history as it was sampled)"
+        return "one sequence per reply (the chat template renders earlier replies differently)"
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
+        """`enable_thinking=False` is what Qwen3's template reads; other templates ignore it."""
         return self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=False,
-            enable_thinking=False,
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, enable_thinking=False
         )
+
+    def _ids(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The words of a sampled message, without special tokens."""
@@ -72,7 +103,7 @@ class Chat:
 
     def num_tokens(self, text: str) -> int:
         """Length of `text` in this tokenizer's tokens, no special tokens added."""
-        return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return len(self._ids(text))
 
 
 def check_model_folder(folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rollout.chat import Chat
@@ -34,6 +34,58 @@ class RolloutPlan:
     temperature: float
     run_seed: int
     step: int
+    max_new_turns: int | None = None
+    """Messages of both sides after the prompt, in place of the settings' limits of each side. A conversation ends on
+    the assistant, so it may stay one below."""
+    user_opens: bool = False
+    """The prompt is only its system message, and the simulated user writes the opening."""
+
+    def turn_limits(self, settings: RolloutSettings) -> tuple[int, int]:
+        """(simulated user messages, assistant messages) of a conversation, at most."""
+        if self.max_new_turns is None:
+            return settings.max_user_turns, settings.max_assistant_turns
+        num_replies = (self.max_new_turns + (not self.user_opens)) // 2
+        return num_replies, num_replies  # who answers the last reply would have nobody to read it
+
+
+@dataclass(slots=True)
+class _Talk:
+    """A conversation under way: all there is to know about it, and about no other."""
+
+    scenario: Scenario
+    sample: int
+    continuation: int
+    prompt: tuple[Message, ...]
+    new_messages: list[Message]
+    replies: list[Reply]
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return (*self.prompt, *self.new_messages)
+
+    @property
+    def num_user_turns(self) -> int:
+        return len(self.new_messages) - len(self.replies)
+
+    def branch(self, continuation: int) -> _Talk:
+        return replace(self, continuation=continuation, new_messages=[*self.new_messages], replies=[*self.replies])
+
+    def add(self, reply: Reply) -> None:
+        self.new_messages.append({"role": "assistant", "content": reply.text})
+        self.replies.append(reply)
+
+    def ended(self, how: Ending, *, farewell: str | None = None, failure: str | None = None) -> Conversation:
+        return Conversation(
+            scenario=self.scenario,
+            sample=self.sample,
+            continuation=self.continuation,
+            messages=self.messages,
+            num_prompt_messages=len(self.prompt),
+            replies=tuple(self.replies),
+            ended=how,
+            farewell=farewell,
+            failure=failure,
+        )
 
 
 class Rollout:
@@ -63,95 +115,80 @@ class Rollout:
     async def _sample(
         self, scenario: Scenario, sample: int, plan: RolloutPlan, on_end: Callable[[Conversation], None]
     ) -> list[Conversation]:
-        seed = sample_seed(plan.run_seed, plan.step, scenario.row, sample, turn=0)
-        first = await self._reply(scenario.messages, self.settings.max_reply_tokens, plan.temperature, seed)
-        if first is None:
-            raise ValueError(
-                f"{scenario.scenario_id}: the prompt fills the whole context; raise engine.max_context_tokens"
-            )
-        if first.finish_reason == "length" or plan.continuations == 0:
-            ended: Ending = "length" if first.finish_reason == "length" else "turn_limit"
-            conversation = self._ended(scenario, sample, 0, [_assistant(first)], [first], ended)
-            on_end(conversation)
-            return [conversation]
+        prompt = _system(scenario) if plan.user_opens else scenario.messages
+        talk = _Talk(scenario, sample, 0, prompt, [], [])
+        over = await self._begin(talk, plan)
+        if over:
+            on_end(over)
+            return [over]
 
         async def continued(continuation: int) -> Conversation:
-            conversation = await self._continue(scenario, sample, continuation, first, plan)
+            conversation = await self._continue(talk.branch(continuation), plan)
             on_end(conversation)
             return conversation
 
         return list(await asyncio.gather(*map(continued, range(plan.continuations))))
 
-    async def _continue(
-        self, scenario: Scenario, sample: int, continuation: int, first: Reply, plan: RolloutPlan
-    ) -> Conversation:
-        limits = self.settings
-        new_messages, replies = [_assistant(first)], [first]
-        user_turns = 0
-
-        def ended(how: Ending, *, farewell: str | None = None, failure: str | None = None) -> Conversation:
-            return self._ended(scenario, sample, continuation, new_messages, replies, how, farewell, failure)
-
-        while user_turns < limits.max_user_turns and len(replies) < limits.max_assistant_turns:
-            history = [*scenario.messages, *new_messages]
+    async def _begin(self, talk: _Talk, plan: RolloutPlan) -> Conversation | None:
+        """Takes the first reply, after the user's opening where the user opens; the conversation if it ends there."""
+        if plan.user_opens:
             try:
-                turn = await self.user.answer(scenario, history)
+                opening = await self.user.answer(talk.scenario, talk.messages)
             except LLMError as error:
-                return ended("simulator_failed", failure=str(error))
-            if turn.satisfied:
-                return ended("user_satisfied", farewell=turn.text)
-            user_turns += 1
-            said: Message = {"role": "user", "content": turn.text}
-            is_last = user_turns == limits.max_user_turns or len(replies) + 1 == limits.max_assistant_turns
-            if is_last and not limits.judge_last_reply:
-                new_messages.append(said)
-                return ended("turn_limit")
-            seed = sample_seed(
-                plan.run_seed, plan.step, scenario.row, sample, turn=(continuation + 1) * 1000 + len(replies)
+                return talk.ended("simulator_failed", failure=str(error))
+            if opening.satisfied:
+                return talk.ended("simulator_failed", failure="the user ended the chat instead of opening it")
+            talk.new_messages.append({"role": "user", "content": opening.text})
+        seed = sample_seed(plan.run_seed, plan.step, talk.scenario.row, talk.sample, turn=0)
+        prompt_ids = self.chat.prompt_ids(talk.messages)
+        first = await self._reply(prompt_ids, self.settings.max_reply_tokens, plan.temperature, seed)
+        if first is None:
+            if plan.user_opens:
+                return talk.ended("simulator_failed", failure="the user's opening fills the whole context")
+            raise ValueError(
+                f"{talk.scenario.scenario_id}: the prompt fills the whole context; raise engine.max_context_tokens"
             )
-            reply = await self._reply([*history, said], limits.later_reply_tokens, plan.temperature, seed)
-            if reply is None:
-                return ended("context_full")
-            new_messages += [said, _assistant(reply)]
-            replies.append(reply)
-            if reply.finish_reason == "length":
-                return ended("length")
-        return ended("turn_limit")
+        talk.add(first)
+        if first.finish_reason == "length":
+            return talk.ended("length")
+        return talk.ended("turn_limit") if plan.continuations == 0 else None
 
-    async def _reply(self, messages: Sequence[Message], max_tokens: int, temperature: float, seed: int) -> Reply | None:
+    async def _continue(self, talk: _Talk, plan: RolloutPlan) -> Conversation:
+        max_user_turns, max_assistant_turns = plan.turn_limits(self.settings)
+        while talk.num_user_turns < max_user_turns and len(talk.replies) < max_assistant_turns:
+            try:
+                turn = await self.user.answer(talk.scenario, talk.messages)
+            except LLMError as error:
+                return talk.ended("simulator_failed", failure=str(error))
+            if turn.satisfied:
+                return talk.ended("user_satisfied", farewell=turn.text)
+            said: Message = {"role": "user", "content": turn.text}
+            is_last = talk.num_user_turns + 1 == max_user_turns or len(talk.replies) + 1 == max_assistant_turns
+            if is_last and not self.settings.judge_last_reply:
+                talk.new_messages.append(said)
+                return talk.ended("turn_limit")
+            number = (talk.continuation + 1) * 1000 + len(talk.replies)
+            seed = sample_seed(plan.run_seed, plan.step, talk.scenario.row, talk.sample, turn=number)
+            prompt_ids = self.chat.next_prompt_ids(talk.messages, talk.replies[-1], said)
+            reply = await self._reply(prompt_ids, self.settings.later_reply_tokens, plan.temperature, seed)
+            if reply is None:
+                return talk.ended("context_full")
+            talk.new_messages.append(said)
+            talk.add(reply)
+            if reply.finish_reason == "length":
+                return talk.ended("length")
+        return talk.ended("turn_limit")
+
+    async def _reply(self, prompt_ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Reply | None:
         """The policy's next message, or None where the context has no room for one."""
-        prompt_ids = tuple(self.chat.prompt_ids(messages))
         room = self.engine.engine.max_context_tokens - len(prompt_ids)
         if room < 1:
             return None
-        sampled = await self.engine.sample(SampleRequest(prompt_ids, min(max_tokens, room), temperature, seed))
-        return Reply(
-            prompt_ids, sampled.token_ids, sampled.logprobs, self.chat.text(sampled.token_ids), sampled.finish_reason
-        )
-
-    @staticmethod
-    def _ended(
-        scenario: Scenario,
-        sample: int,
-        continuation: int,
-        new_messages: Sequence[Message],
-        replies: Sequence[Reply],
-        how: Ending,
-        farewell: str | None = None,
-        failure: str | None = None,
-    ) -> Conversation:
-        return Conversation(
-            scenario=scenario,
-            sample=sample,
-            continuation=continuation,
-            messages=(*scenario.messages, *new_messages),
-            num_prompt_messages=len(scenario.messages),
-            replies=tuple(replies),
-            ended=how,
-            farewell=farewell,
-            failure=failure,
-        )
+        request = SampleRequest(tuple(prompt_ids), min(max_tokens, room), temperature, seed)
+        sampled = await self.engine.sample(request)
+        text = self.chat.text(sampled.token_ids)
+        return Reply(request.prompt_ids, sampled.token_ids, sampled.logprobs, text, sampled.finish_reason)
 
 
-def _assistant(reply: Reply) -> Message:
-    return {"role": "assistant", "content": reply.text}
+def _system(scenario: Scenario) -> tuple[Message, ...]:
+    return tuple(message for message in scenario.messages if message["role"] == "system")

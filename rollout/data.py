@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,6 +147,22 @@ def _messages(where: str, prompt: Any) -> tuple[Message, ...]:
     if prompt[-1]["role"] != "user":
         raise ValueError(f"{where}: 'prompt' ends with {prompt[-1]['role']!r}; it must end with the user's message")
     return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+
+
+def with_system_prompt(scenarios: Sequence[Scenario], text: str, path: Path) -> list[Scenario]:
+    """The scenarios of `path` behind the system message `text`.
+
+    Raises ValueError naming the first row that has a system message of its own: under one of the two the
+    conversations would not be what the setting says.
+    """
+    for scenario in scenarios:
+        if scenario.messages[0]["role"] == "system":
+            raise ValueError(
+                f"{path}, row {scenario.row}: the prompt has a system message of its own, and rollout.system_prompt "
+                "puts another before every prompt; take it out of the data, or set rollout.system_prompt=null"
+            )
+    system = {"role": "system", "content": text}
+    return [replace(scenario, messages=(system, *scenario.messages)) for scenario in scenarios]
 
 
 def fit_prompts(

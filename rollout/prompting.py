@@ -15,6 +15,8 @@ from typing import Any
 
 from rollout.types import Message
 
+SYSTEM_PROMPTS = {"proactive": Path(__file__).parent / "prompts" / "system_proactive.txt"}
+
 
 class Prompt:
     """A prompt's text file, ready to be filled."""
@@ -38,6 +40,21 @@ class Prompt:
     def fill(self, **values: Any) -> str:
         """The prompt's text with each placeholder replaced by its value as JSON."""
         return self._template.substitute({name: as_data(value) for name, value in values.items()}).strip()
+
+
+def system_prompt(name: str) -> str:
+    """The text that `rollout.system_prompt` names. Raises ValueError where the file is unreadable or empty."""
+    file = SYSTEM_PROMPTS.get(name, Path(name))
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"rollout.system_prompt: cannot read {file} ({error}); give a UTF-8 text file or one of: "
+            f"{', '.join(SYSTEM_PROMPTS)}"
+        ) from error
+    if not text:
+        raise ValueError(f"rollout.system_prompt: {file} is empty; write the prompt, or set it to null")
+    return text
 
 
 def as_data(value: Any) -> str:

@@ -23,6 +23,8 @@ from pydantic import (
     model_validator,
 )
 
+TrainOn = Literal["first_reply", "all_replies"]
+
 
 class Section(BaseModel):
     """Base of all settings: frozen, no unknown keys, no infinities. Numbers may be written as text (1e-6)."""
@@ -189,6 +191,10 @@ class RolloutSettings(Section):
     prompts_per_step: int = Field(16, ge=1, description="prompts; sampled per step over all ranks")
     group_size: int = Field(8, ge=2, description="replies per prompt")
     continuations: int = Field(3, ge=0, description="conversations per first reply; 0 scores the reply alone")
+    train_on: TrainOn = Field(
+        "first_reply",
+        description="what the reward trains: the first reply, or all of the one conversation (continuations: 1)",
+    )
     temperature: float = Field(1.0, gt=0, description="sampling temperature of the policy")
     max_reply_tokens: int = Field(2048, ge=1, description="tokens; longest first reply")
     max_later_reply_tokens: int | None = Field(
@@ -200,9 +206,34 @@ class RolloutSettings(Section):
         True,
         description="judge through the assistant's last message; false ends on the user as the published recipe did",
     )
+    system_prompt: str | None = Field(
+        None,
+        min_length=1,
+        description="text file, or proactive for the shipped one; put before every prompt, which must have none",
+    )
     dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
     user: UserSettings = Field(description="the simulated user")
+
+    @model_validator(mode="after")
+    def _all_replies_of_one_conversation(self) -> RolloutSettings:
+        if self.train_on == "all_replies" and self.continuations != 1:
+            raise ValueError(
+                f"train_on: all_replies trains the one conversation of each sample, so continuations: "
+                f"{self.continuations} has no meaning; set rollout.continuations: 1"
+            )
+        return self
 
     @property
     def later_reply_tokens(self) -> int:
         return self.max_later_reply_tokens or self.max_reply_tokens
+
+    @property
+    def most_replies(self) -> int:
+        """Assistant messages that a conversation can have."""
+        return min(self.max_assistant_turns, self.max_user_turns + 1)
+
+    @property
+    def max_trained_tokens(self) -> int:
+        """Most tokens that one sample trains on."""
+        later = self.most_replies - 1 if self.train_on == "all_replies" else 0
+        return self.max_reply_tokens + later * self.later_reply_tokens

@@ -112,8 +112,10 @@ class ScriptedUser:
     FAREWELL = "That is all I had in mind, thank you!"
 
     async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
-        """The user's next message. Never fails."""
+        """The user's next message, the prompt's where it opens the chat. Never fails."""
         said = [message["content"] for message in messages if message["role"] == "user"]
+        if not said:
+            return UserTurn(scenario.messages[-1]["content"], satisfied=False)
         heard = [message["content"] for message in messages if message["role"] == "assistant"]
         wanted = _sentences(scenario.reference or "") or _sentences(scenario.goal)
         unsaid = [part for part in wanted if not any(part in text for text in said)]

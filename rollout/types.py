@@ -49,6 +49,11 @@ class Reply:
     text: str
     finish_reason: Literal["stop", "length"]
 
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Prompt and reply."""
+        return self.prompt_ids + self.token_ids
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
@@ -62,8 +67,10 @@ class Conversation:
     messages: tuple[Message, ...]
     """Prompt and new messages, free of stop signals."""
     num_prompt_messages: int
+    """Where the user opened, the prompt is the system message, if there is one."""
     replies: tuple[Reply, ...]
-    """The assistant messages after the prompt, in order; `replies[0]` is the first reply."""
+    """The assistant messages after the prompt, in order; `replies[0]` is the first reply. Empty where the user was to
+    open and failed."""
     ended: Ending
     farewell: str | None = None
     """The user message that carried the stop signal: traced, never judged."""
@@ -77,6 +84,11 @@ class Conversation:
     @property
     def first_reply(self) -> Reply:
         return self.replies[0]
+
+    @property
+    def first_reply_cut(self) -> bool:
+        """Whether the first reply was cut by its token limit, so that nobody could answer it."""
+        return bool(self.replies) and self.first_reply.finish_reason == "length"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from grpo.experience import Group
+from grpo.ranks import Ranks
 from rewards.scoring import ReplyReward
 from rollout.types import Conversation, Reply, Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Alone(Ranks):
+    """One rank without a process group."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 def group_of(position: int, replies: Sequence[Reply], rewards: Sequence[ReplyReward]) -> Group:

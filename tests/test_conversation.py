@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from random import Random
 
 import pytest
 
@@ -13,7 +15,8 @@ from rollout.llm_client import LLMError
 from rollout.settings import RolloutSettings
 from rollout.simulator import UserTurn
 from rollout.types import Scenario
-from tests.tiny import make_engine, make_model
+from tests.fake_engine import words_engine
+from tests.tiny import WORDS, make_engine, make_model
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +170,58 @@ def test_token_ids_that_a_padded_vocabulary_adds_are_no_words(parts):
     chat, _ = parts
     beyond = len(chat.tokenizer) + 5
     assert chat.text((*chat.tokenizer("bees hum", add_special_tokens=False)["input_ids"], beyond)) == "bees hum"
+
+
+def test_a_cut_later_reply_ends_the_conversation_and_is_kept(parts):
+    talks = finished(play(parts, Recording([MORE] * 9), group_size=8, max_later_reply_tokens=1))
+    cut = [talk for talk in talks if talk.ended == "length"]
+    assert cut
+    for talk in cut:
+        assert [message["role"] for message in talk.messages] == ["user", "assistant"] * 2
+        assert talk.replies[-1].finish_reason == "length" and talk.failure is None
+
+
+def test_a_thousand_conversations_at_once_are_those_played_one_after_another():
+    """Goals g0 to g999; the policy repeats every goal it reads, the engine and the users finish in any order."""
+    goals = [f"g{number}" for number in range(1000)]
+    rows = [replace(scenario(number), goal=goal) for number, goal in enumerate(goals)]
+    limits = {"max_user_turns": 2, "max_assistant_turns": 3}
+
+    def answer(prompt, seed):
+        return Random(seed).choices(WORDS, k=3) + [word for word in prompt if word in goals_known]
+
+    goals_known = set(goals)
+
+    class Wisher:
+        def __init__(self, order=None):
+            self.order, self.heard = order, []
+
+        async def answer(self, scenario, messages):
+            for _ in range(self.order.randrange(20) if self.order else 0):
+                await asyncio.sleep(0)
+            said = " ".join(message["content"] for message in messages)
+            self.heard.append((scenario.goal, set(re.findall(r"g\d+", said))))
+            return UserTurn(f"i want {scenario.goal}", satisfied=False)
+
+    def texts(batches, user, shuffled):
+        chat, engine = words_engine(answer, [*WORDS, *goals], shuffled=shuffled)
+        rollout = Rollout(RolloutSettings(user={"kind": "scripted"}, **limits), engine, chat, user)
+        ended = []
+
+        async def play_all():
+            for batch in batches:
+                await rollout.play(batch, RolloutPlan(1, 1, 1.0, 1, 1), ended.append)
+
+        asyncio.run(play_all())
+        engine.close()
+        counts = Counter(talk.scenario.goal for talk in ended)
+        assert counts == Counter(goals)  # none lost, none twice
+        return {talk.scenario.goal: [m["content"] for m in talk.messages] for talk in ended}, engine.engine.most_at_once
+
+    user = Wisher(Random(2))
+    together, most_at_once = texts([rows], user, Random(1))
+    alone, _ = texts([[row] for row in rows], Wisher(), None)
+    assert most_at_once > 500
+    assert together == alone
+    assert len(user.heard) == 2000 and all(seen <= {goal} for goal, seen in user.heard)
+    assert all(goal in messages[4].split() for goal, messages in together.items())

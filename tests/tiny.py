@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,9 +24,8 @@ SPECIAL = ["<unk>", "<end>", "<system>", "<user>", "<assistant>"]
 TEMPLATE = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
 
 
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
-    """Saves a Llama of two layers with a vocabulary of about thirty words; one reply in thirty tokens ends."""
-    vocabulary = {word: number for number, word in enumerate(SPECIAL + WORDS)}
+def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL, *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
@@ -36,10 +36,15 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
         additional_special_tokens=["<system>", "<user>", "<assistant>"],
     )
     fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    return fast
+
+
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Path:
+    """Saves a Llama of two layers with a vocabulary of about thirty words; one reply in thirty tokens ends."""
+    make_tokenizer().save_pretrained(folder)
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(vocabulary),
+        vocab_size=len(SPECIAL + WORDS),
         hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=2,
