@@ -266,13 +266,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    sys.stdin.reconfigure(errors="replace")
-    sys.stdout.reconfigure(errors="backslashreplace")
     try:
         session = start(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    sys.stdin.reconfigure(errors="replace")
+    sys.stdout.reconfigure(errors="backslashreplace")
     if sys.stdin.isatty():
         tell(COMMANDS)
     try:
