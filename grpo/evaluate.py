@@ -32,6 +32,10 @@ class Evaluation:
         return fmean(totals) if totals else float("nan")
 
 
+def evaluation_plan(settings: EvaluationSettings, seed: int) -> RolloutPlan:
+    return RolloutPlan(1, settings.continuations, settings.temperature, seed, EVALUATION_STEP)
+
+
 async def evaluate(
     rollout: Rollout,
     scorer: Scorer,
@@ -44,7 +48,7 @@ async def evaluate(
 ) -> Evaluation:
     """One reply per held-out scenario. Collective: each rank plays its share."""
     chosen = list(enumerate(scenarios[: settings.prompts]))
-    plan = RolloutPlan(1, settings.continuations, settings.temperature, seed, EVALUATION_STEP)
+    plan = evaluation_plan(settings, seed)
     groups = await play_and_score(rollout, scorer, chosen[ranks.rank :: ranks.world_size], plan)
     own = [(group.position, trace_rows(group, step)) for group in groups]
     by_position = sorted((pair for share in ranks.gather(own) for pair in share), key=lambda pair: pair[0])

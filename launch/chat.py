@@ -24,7 +24,8 @@ import yaml
 from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from launch.terminal import printable
+import rollout
+from launch.terminal import drop_output, printable
 from rollout.chat import Chat
 from rollout.types import Message
 
@@ -36,6 +37,7 @@ COMMANDS = """\
 /quit                end, as Ctrl-D does; Ctrl-C stops the reply that is being written
 A space before a slash makes the line a message."""
 INTERRUPTED = 130
+SHIPPED_PROMPTS = Path(rollout.__file__).parent / "prompts"
 
 
 class Model:
@@ -202,7 +204,12 @@ def run_system_prompt(folder: Path) -> tuple[str, str]:
                 raise ValueError(f"{file} cannot be read ({error}); give the system prompt in --system") from error
             section = values.get("rollout") if isinstance(values, dict) else None
             prompt = section.get("system_prompt") if isinstance(section, dict) else None
-            return (text_or_file(prompt), f" (of {file})") if isinstance(prompt, str) else ("", "")
+            if not isinstance(prompt, str):
+                break
+            found = [path for path in (f"{SHIPPED_PROMPTS}/system_{prompt}.txt", prompt) if os.path.isfile(path)]
+            if not found:
+                raise ValueError(f"{file}: there is no system prompt {prompt}; give one in --system")
+            return text_or_file(found[0]), f" (of {file})"
     return "", ""
 
 
@@ -221,6 +228,8 @@ def lines() -> Iterator[str]:
         try:
             yield input("you> " if at_terminal else "")
         except EOFError:
+            if at_terminal:
+                tell("")  # what comes next begins on a line of its own
             return
         except KeyboardInterrupt:
             if not at_terminal:
@@ -284,6 +293,9 @@ def main(arguments: list[str] | None = None) -> None:
                 session.say(line.strip())
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        drop_output()
+        sys.exit(1)
 
 
 if __name__ == "__main__":

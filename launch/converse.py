@@ -14,6 +14,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 
@@ -21,12 +22,12 @@ import torch
 import transformers
 
 from grpo.config import Config, load_config
-from grpo.evaluate import EVALUATION_STEP
+from grpo.evaluate import evaluation_plan
 from grpo.experience import Group, play_and_score, trace_rows
 from grpo.metrics import conversation_metrics
 from grpo.ranks import end_process
 from grpo.recorder import write_rows
-from launch.terminal import printable
+from launch.terminal import drop_output, printable
 from launch.train import Inputs, build_rollout, build_scorer, fail, read_inputs, say, settings_parser
 from rewards.scoring import ReplyReward, Scorer
 from rollout.conversation import Rollout, RolloutPlan
@@ -42,11 +43,12 @@ def choose(config: Config, inputs: Inputs, split: str, n: int) -> tuple[list[Sce
     """The first `n` prompts, and how they are played. Raises ValueError where there is no such split."""
     if split == "validation" and not inputs.validation:
         raise ValueError("data.validation: is null, so no prompts are held out; name a file, or play --split train")
-    seed, training, evaluation = config.run.seed, config.rollout, config.evaluation
-    if split == "train":
-        return inputs.train[:n], RolloutPlan(1, min(1, training.continuations), training.temperature, seed, STEP)
-    plan = RolloutPlan(1, min(1, evaluation.continuations), evaluation.temperature, seed, EVALUATION_STEP)
-    return inputs.validation[:n], plan
+    if split == "validation":
+        scenarios, plan = inputs.validation, evaluation_plan(config.evaluation, config.run.seed)
+    else:
+        scenarios = inputs.train
+        plan = RolloutPlan(1, config.rollout.continuations, config.rollout.temperature, config.run.seed, STEP)
+    return scenarios[:n], replace(plan, continuations=min(1, plan.continuations))
 
 
 def converse(
@@ -186,6 +188,9 @@ def main() -> None:
         converse(config, inputs, scenarios, plan, options.out)
     except KeyboardInterrupt:
         end_process(INTERRUPTED)
+    except BrokenPipeError:  # of the summary, whatever went before
+        drop_output()
+        end_process(1)
     except Exception as error:
         fail(error)
     end_process()
