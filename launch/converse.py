@@ -145,7 +145,7 @@ def summary(config: Config, inputs: Inputs, groups: Sequence[Group], num_tokens:
     """`num_tokens` is what the policy sampled."""
     yield from ("", "── summary ".ljust(WIDTH, "─"))
     endings = Counter(talk.ended for group in groups for talk in group.conversations)
-    yield f"{len(groups)} conversations" + "".join(f", {count} {ended}" for ended, count in endings.most_common())
+    yield f"conversations: {len(groups)}" + "".join(f", {count} {ended}" for ended, count in endings.most_common())
     if groups:
         rows = [row for group in groups for row in trace_rows(group, STEP)]
         for name, value in conversation_metrics(rows, config.rewards.weights).items():

@@ -160,7 +160,7 @@ def test_components_are_shown_with_weight_and_clamp(config_file, shown):
 def test_held_out_prompts_are_played_as_an_evaluation_plays_them(config_file, tmp_path, shown):
     file = config_file(data__validation=str(tmp_path / "held_out.jsonl"))
     once = shown(file, split="validation")
-    assert "held out" in once and "1 conversations" in once
+    assert "held out" in once and "conversations: 1," in once
     assert once == shown(file, "rollout.temperature=0.2", split="validation")  # evaluation.temperature counts: 0
 
 
@@ -208,7 +208,7 @@ def test_ctrl_c_still_gives_the_summary_and_the_rows(config_file, tmp_path, run_
     with FakeEndpoint(answer) as user, FakeEndpoint(says(GRADES)) as judge:
         settings = ["--out", tmp_path / "rows.out", "rollout.max_reply_tokens=200"]
         code, output, _ = run_command("--config", config_file(**judged(user, judge)), *settings)
-    assert code == 130 and "1 conversations" in output.split("summary")[1]
+    assert code == 130 and "conversations: 1," in output.split("summary")[1]
     assert len(read_rows(tmp_path / "rows.out")) == 1
 
 
@@ -219,7 +219,7 @@ def test_an_engine_that_fails_still_gives_the_summary_and_its_error(config_file,
     monkeypatch.setattr(command, "fail", fail)
     monkeypatch.setattr("rollout.engine_transformers.TransformersEngine.step", lambda self: 1 / 0)
     code, output, _ = run_command("--config", config_file())
-    assert "ZeroDivisionError" in code and "0 conversations" in output
+    assert "ZeroDivisionError" in code and "conversations: 0\n" in output
 
 
 @pytest.mark.parametrize(
