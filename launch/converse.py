@@ -117,7 +117,7 @@ def describe(group: Group, weights: dict[str, float]) -> Iterator[str]:
 
 def _judgement(talk: Conversation, score: Score, reward: ReplyReward, weights: dict[str, float]) -> Iterator[str]:
     yield f"reward: {reward.total:.3f}" if reward.valid else "reward: none, it takes no part in training"
-    if reward.valid and not reward.means:
+    if not reward.means and not score.failures:
         yield "  the first reply was cut by its token limit (rewards.truncated)"
     for name in reward.means:
         clamped = f", clamped to {reward.clamped[name]:.3f}" if reward.clamped[name] != reward.weighted[name] else ""
@@ -164,8 +164,8 @@ def summary(config: Config, inputs: Inputs, groups: Sequence[Group], num_tokens:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = settings_parser("python -m launch.converse", (__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--n", type=int, default=8, metavar="N", help="conversations; prompts from the first [8]")
-    parser.add_argument("--split", choices=("train", "validation"), default="train", help="which prompts [train]")
+    parser.add_argument("--n", type=int, default=8, metavar="N", help="play the first N prompts [%(default)s]")
+    parser.add_argument("--split", choices=("train", "validation"), default="train", help="of these [%(default)s]")
     parser.add_argument("--out", type=Path, metavar="FILE", help="new JSONL file; the rows as in a run's traces/")
     options = parser.parse_intermixed_args(arguments)
     if options.n < 1:
@@ -175,6 +175,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
+    sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks
     try:
         config = load_config(options.config, options.overrides)
         inputs = read_inputs(config)

@@ -157,6 +157,13 @@ def test_components_are_shown_with_weight_and_clamp(config_file, shown):
         assert bool(clamped) == (float(weighted.strip(",")) > 0.2), name
 
 
+@pytest.mark.parametrize(("truncated", "earned"), [("mask", "none, it takes no part in training"), (-0.5, "-0.500")])
+def test_a_cut_first_reply_says_what_it_earns_and_why(config_file, shown, truncated, earned):
+    output = shown(config_file(rewards__truncated=truncated), "rollout.max_reply_tokens=2", n=1)
+    assert "assistant, 2 tokens, cut:" in output and "ended: length" in output
+    assert f"reward: {earned}\n  the first reply was cut by its token limit (rewards.truncated)" in output
+
+
 def test_held_out_prompts_are_played_as_an_evaluation_plays_them(config_file, tmp_path, shown):
     file = config_file(data__validation=str(tmp_path / "held_out.jsonl"))
     once = shown(file, split="validation")
