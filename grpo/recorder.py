@@ -101,7 +101,7 @@ class Recorder:
         self._tensorboard = SummaryWriter(folder.path / "tensorboard")
 
     def step(self, step: int, metrics: Mapping[str, float], traces: Iterable[dict[str, Any]]) -> None:
-        _write_rows(self.folder.traces(step), traces)
+        write_rows(self.folder.traces(step), traces)
         with self.folder.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | {name: _finite(value) for name, value in metrics.items()}) + "\n")
         for name, value in metrics.items():
@@ -109,7 +109,7 @@ class Recorder:
         self._tensorboard.flush()
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        _write_rows(self.folder.evaluation(evaluation.step), evaluation.rows)
+        write_rows(self.folder.evaluation(evaluation.step), evaluation.rows)
         self._tensorboard.add_scalar("evaluation/reward", evaluation.reward, evaluation.step)
         self._tensorboard.flush()
 
@@ -130,7 +130,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One JSON object a line, as `read_rows` reads them."""
     # A lone surrogate, which some models emit, becomes its own JSON escape.
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:

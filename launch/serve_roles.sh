@@ -53,6 +53,9 @@ trap 'exit 143' TERM
 serve() {  # NAME PORT MODEL MAX_LEN [vLLM options…]
   local name=$1 port=$2 model=$3 max_len=$4
   shift 4
+  # What can only be a folder; anything else may be a name that vLLM downloads.
+  [[ $model != models/* && $model != [./]* || -f $model/config.json ]] ||
+    fail "there is no model in $model; set it up first (see README.md), or name another (USER_MODEL, JUDGE_MODEL, SMALL_MODEL)"
   ! (exec 3<>"/dev/tcp/$address/$port") 2>/dev/null ||
     fail "port $port is taken; stop what listens there, or choose another (USER_PORT, JUDGE_PORT)"
   # A process group each: Ctrl-C then reaches this script alone, which stops the servers with their engines.
@@ -103,8 +106,6 @@ mkdir -p "$LOG_DIR"
 
 if $small; then
   SMALL_MODEL=${SMALL_MODEL:-models/SmolLM2-135M-Instruct}
-  [[ $SMALL_MODEL != models/* || -f $SMALL_MODEL/config.json ]] ||
-    fail "there is no model in $SMALL_MODEL; set it up first (see README.md), or name another in SMALL_MODEL"
   USER_MODEL=${SMALL_MODEL##*/} JUDGE_MODEL=${SMALL_MODEL##*/} JUDGE_PORT=$USER_PORT
   # One server for both roles: two would fight for the cores. And none of its threads spins while it waits, because
   # the training runs beside it.

@@ -18,16 +18,15 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import numpy
 import torch
 import transformers
 
 from grpo.config import Config, describe_settings, load_config
-from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks, end_process
 from grpo.recorder import RunFolder
-from grpo.trainer import Parts, Trainer
 from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rollout.chat import Chat, check_context
@@ -54,10 +53,20 @@ class Inputs:
 
 
 def check_inputs(config: Config) -> Inputs:
-    """Reads and checks all that a run needs. Raises ValueError naming file, row or key, and the remedy."""
-    inputs = [config.model.path, config.data.train, *filter(None, [config.data.validation])]
+    """Reads and checks all that a run needs, its folder first. Raises ValueError naming file, row or key, and the
+    remedy."""
+    files = [config.model.path, config.data.train, *filter(None, [config.data.validation])]
     if is_main():
-        RunFolder(config).check_free(config.run.overwrite, inputs)
+        RunFolder(config).check_free(config.run.overwrite, files)
+    inputs = read_inputs(config)
+    say(
+        f"{inputs.total_steps} steps of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies"
+    )
+    return inputs
+
+
+def read_inputs(config: Config) -> Inputs:
+    """As `check_inputs`, of all but the run's folder, for commands that leave none."""
     for note in config.without_effect():
         say(f"note: {note}")
     engine, reason = choose_engine(config.engine)
@@ -100,15 +109,30 @@ def check_inputs(config: Config) -> Inputs:
     if is_main():
         for client in clients.values():
             client.check()
-    batch = f"{config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies"
-    say(f"engine: {engine} ({reason}); {total_steps} steps of {batch}")
+    say(f"engine: {engine} ({reason})")
     if config.rollout.train_on == "all_replies":
         say(f"trained: all replies, {chat.history_note}")
     return Inputs(chat, train, validation, clients, user, judge, total_steps)
 
 
+def build_rollout(config: Config, inputs: Inputs, device: torch.device) -> Rollout:
+    """Starts the engine; its first weights are those of `model.path`."""
+    say("starting the engine ...")
+    dtype = getattr(torch, config.model.dtype)
+    engine = build_engine(config.engine, config.model.path, dtype, device, inputs.chat.stop_ids)
+    return Rollout(config.rollout, SharedEngine(engine), inputs.chat, inputs.user)
+
+
+def build_scorer(config: Config, inputs: Inputs) -> Scorer:
+    return Scorer(config.rewards, inputs.chat, inputs.judge, max_reply_tokens=config.rollout.max_reply_tokens)
+
+
 def run_training(config: Config, inputs: Inputs) -> None:
     """Loads the models and trains, on this rank."""
+    # Here, because they import DeepSpeed: seconds, which bad input and conversations without training do without.
+    from grpo.policy import Policy, Reference
+    from grpo.trainer import Parts, Trainer
+
     ranks = Ranks.join()
     transformers.utils.logging.disable_progress_bar()
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
@@ -127,19 +151,16 @@ def run_training(config: Config, inputs: Inputs) -> None:
     reference = None
     if config.loss.kl_coef > 0:
         reference = Reference(config.model, config.deepspeed, temperature=config.rollout.temperature, ranks=ranks)
-    say("starting the engine ...")
-    dtype = getattr(torch, config.model.dtype)
-    engine = SharedEngine(build_engine(config.engine, config.model.path, dtype, ranks.device, inputs.chat.stop_ids))
+    rollout = build_rollout(config, inputs, ranks.device)
     with asyncio.Runner() as runner:
         try:
-            rollout = Rollout(config.rollout, engine, inputs.chat, inputs.user)
-            scorer = Scorer(config.rewards, inputs.chat, inputs.judge, max_reply_tokens=config.rollout.max_reply_tokens)
+            scorer = build_scorer(config, inputs)
             parts = Parts(policy, reference, rollout, scorer, inputs.train, inputs.validation)
             Trainer(config, parts, inputs.total_steps, ranks, runner).train()
         finally:
             for client in inputs.clients.values():
                 runner.run(client.close())
-    engine.close()
+    rollout.engine.close()
     ranks.leave()
 
 
@@ -154,10 +175,11 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def parse(arguments: list[str] | None = None) -> Config:
+def settings_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """Takes `--config FILE` and the `overrides` that `load_config` applies; its help lists every setting."""
     parser = argparse.ArgumentParser(
-        prog="python -m launch.train",
-        description=(__doc__ or "").split("\n\n")[0],
+        prog=prog,
+        description=description,
         epilog="settings (key, default, unit and meaning):\n" + "\n".join(describe_settings()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -168,7 +190,11 @@ def parse(arguments: list[str] | None = None) -> Config:
         metavar="section.key=value",
         help="settings to change; a section may be a file: rewards=FILE",
     )
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def parse(arguments: list[str] | None = None) -> Config:
+    options = settings_parser("python -m launch.train", (__doc__ or "").split("\n\n")[0]).parse_args(arguments)
     return load_config(options.config, options.overrides)
 
 
@@ -189,12 +215,17 @@ def run(read_config: Callable[[], Config]) -> Config:
     try:
         run_training(config, inputs)
     except Exception as error:
-        traceback.print_exc()
-        while isinstance(error, ExceptionGroup):  # of conversations that failed together: the first tells why
-            error = error.exceptions[0]
-        print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
-        end_process(1)
+        fail(error)
     return config
+
+
+def fail(error: Exception) -> NoReturn:
+    """Ends the process with what went wrong after everything was checked."""
+    traceback.print_exception(error)
+    while isinstance(error, ExceptionGroup):  # of conversations that failed together: the first tells why
+        error = error.exceptions[0]
+    print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+    end_process(1)
 
 
 if __name__ == "__main__":

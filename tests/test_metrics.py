@@ -8,7 +8,7 @@ import math
 import pytest
 
 from grpo.metrics import conversation_metrics, sampled_tokens
-from grpo.recorder import _write_rows, read_rows
+from grpo.recorder import read_rows, write_rows
 
 
 def row(scenario, sample, continuation, total, advantage, tokens, *, cut=False, failures=None, value=0.0):
@@ -65,7 +65,7 @@ def test_a_step_without_any_valid_reply_has_no_reward():
 
 def test_traces_survive_lone_surrogates(tmp_path):
     text = "broken \ud83d half, \u2028 line, \u0085 line, whole \U0001f41d, umlaut \u00e4"
-    _write_rows(tmp_path / "rows.jsonl", [{"text": text}])
+    write_rows(tmp_path / "rows.jsonl", [{"text": text}])
     assert read_rows(tmp_path / "rows.jsonl") == [{"text": text}]
     assert "\u00e4" in (tmp_path / "rows.jsonl").read_text(encoding="utf-8")
     assert json.loads((tmp_path / "rows.jsonl").read_text(encoding="utf-8"))["text"] == text
