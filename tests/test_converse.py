@@ -192,7 +192,7 @@ def test_control_characters_of_a_user_never_reach_the_terminal(config_file, show
     rude = says({"current_answer": "", "thought": "", "reply": "\x1b[2Jbees\x07 [[TERMINATE CHAT]]"})
     with FakeEndpoint(rude) as user, FakeEndpoint(says(GRADES)) as judge:
         output = shown(config_file(**judged(user, judge)), "rollout.max_reply_tokens=200", n=2)
-    assert r"\x1b[2Jbees\x07" in output and "user's goodbye, not judged:" in output
+    assert "bees" in output.split("user's goodbye, not judged:")[1]
     assert not set("\x1b\x07") & set(output)
 
 
@@ -249,4 +249,4 @@ def test_bad_input_is_told_with_exit_code_2(config_file, arguments, message, run
 def test_a_server_that_does_not_answer_is_told_before_anything_loads(config_file, run_command):
     role = {"base_url": "http://127.0.0.1:9/v1", "model": MODEL}
     code, output, told = run_command("--config", config_file(rollout__user={"kind": "llm", "endpoint": role}))
-    assert code == 2 and "cannot reach the user's server" in told and "starting the engine" not in output
+    assert code == 2 and "rollout.user.endpoint.base_url: http://127.0.0.1:9/v1: cannot reach the server" in told and "starting the engine" not in output
