@@ -128,6 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
     owner: FakeEndpoint
     server: _Server
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two writes, and the second would wait for 40 ms
 
     def do_GET(self) -> None:
         self._send(self.owner.listing() if self.path == "/v1/models" else error(404))
