@@ -34,6 +34,7 @@ from rollout.chat import Chat, check_context
 from rollout.conversation import Rollout, User
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch
 from rollout.engine import SharedEngine, build_engine, choose_engine
+from rollout.engine_remote import check_server
 from rollout.llm_client import LLMClient
 from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
@@ -60,6 +61,8 @@ def check_inputs(config: Config) -> Inputs:
     engine, reason = choose_engine(config.engine)
     chat = Chat.load(config.model.path)
     check_context(config.model.path, config.engine.max_context_tokens)
+    if engine == "remote" and is_main():
+        check_server(config.engine, config.model.path, config.model.dtype)
     need_reference = "bleu_score" in config.rewards.weights
 
     def scenarios(path: Path) -> tuple[list[Scenario], int]:

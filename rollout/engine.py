@@ -81,8 +81,10 @@ def weight_mark(tensor: torch.Tensor) -> float:
     return (tensor if tensor.ndim == 1 else tensor.flatten(1)[:, 0]).double().sum().item()
 
 
-def choose_engine(settings: EngineSettings) -> tuple[Literal["vllm", "transformers"], str]:
+def choose_engine(settings: EngineSettings) -> tuple[Literal["vllm", "transformers", "remote"], str]:
     """The engine `settings.kind` stands for, and why. Raises ValueError where it cannot be had."""
+    if settings.kind == "remote":
+        return "remote", f"vLLM at {settings.base_url}"
     missing = importlib.util.find_spec("vllm") is None
     if settings.kind == "vllm" and missing:
         raise ValueError(
@@ -103,6 +105,10 @@ def build_engine(
         from rollout.engine_vllm import VLLMEngine
 
         return VLLMEngine(settings, model_folder, dtype, device, stop_ids)
+    if kind == "remote":
+        from rollout.engine_remote import RemoteEngine
+
+        return RemoteEngine(settings, model_folder, dtype, device, stop_ids)
     from rollout.engine_transformers import TransformersEngine
 
     return TransformersEngine(settings, model_folder, dtype, device, stop_ids)

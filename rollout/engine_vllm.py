@@ -173,8 +173,14 @@ def _sampled(output: RequestOutput) -> Sampled:
     )
 
 
-class WeightMarks:
-    """What a vLLM server's worker needs to tell which weights it computes with (`--worker-extension-cls`)."""
+class WorkerExtension:
+    """What a server's worker answers to `rollout.engine_remote` (vLLM mixes it into its worker class)."""
 
     def weight_marks(self) -> list[tuple[tuple[str, ...], float]]:
         return _fingerprint(self.model_runner.get_model())
+
+    def served(self, path: str) -> dict[str, object]:
+        """The model's configuration, and whether this machine has `path`."""
+        config = {**self.model_config.hf_config.to_dict(), "dtype": str(self.model_config.dtype).removeprefix("torch.")}
+        plain = {name: value for name, value in config.items() if isinstance(value, str | int)}
+        return {"config": plain, "sees_path": Path(path).exists()}
