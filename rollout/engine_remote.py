@@ -1,8 +1,8 @@
 """A policy that a vLLM server generates with: token ids and log-probs over HTTP, weights through a folder.
 
-The server has GPUs of its own, keeps generating nothing while the trainer trains, and is started with `SERVE`. It must
-import this project (its worker tells which weights it computes with) and see `engine.weights_folder`. A push writes the
-weights there, has the server load them and empty its prefix cache, and takes the files away again.
+The server has devices of its own, serves nobody else, and is started with `SERVE`. It must import this project (its
+worker tells which weights it computes with) and see `engine.weights_folder`. A push writes the weights there, has the
+server load them and empty its prefix cache, and takes the files away again.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ CHECK_TIMEOUT_S, ADMIN_TIMEOUT_S, REPLY_TIMEOUT_S = 30.0, 1800.0, 3600.0
 LOOK_AGAIN_S = 0.02
 """How long `step` waits at most, so that requests which came meanwhile are sent."""
 SHARD_BYTES = 2**30
+WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Said in every request, since a server else takes what the model's generation config says."""
 SAME_MODEL = (
     "model_type",
     "vocab_size",
@@ -125,7 +128,8 @@ class RemoteEngine:
         folder = self._weights_folder / f"policy-{uuid.uuid4().hex}"
         folder.mkdir(parents=True)
         try:
-            _write(weights, folder)
+            for number, shard in enumerate(_shards(weights)):
+                save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
             self._server.call_workers("reload_weights", weights_path=str(folder.resolve()))
             if self._server.post("/reset_prefix_cache") != {"success": True}:
                 raise RuntimeError(
@@ -153,10 +157,6 @@ class RemoteEngine:
         self._thread.join()
         self._loop.close()
         self._server.close()
-
-
-WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Said in every request, since a server else takes what the model's generation config says."""
 
 
 class PolicyServer:
@@ -292,23 +292,18 @@ def read_key(settings: EngineSettings) -> str:
     return key
 
 
-def _write(weights: Weights, folder: Path) -> None:
-    """Writes safetensors of about a gibibyte, so that no more is held at once."""
+def _shards(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:
+    """Copies of about a gibibyte each, so that no more is held at once: gathered weights are gone after their turn."""
     shard: dict[str, torch.Tensor] = {}
-    num_shards = 0
-
-    def save() -> None:
-        nonlocal num_shards
-        num_shards += 1
-        save_file(shard, folder / f"model-{num_shards:05}.safetensors", metadata={"format": "pt"})
-        shard.clear()
-
+    num_bytes = 0
     for name, tensor in weights:
-        shard[name] = tensor.to("cpu", copy=True).contiguous()  # gathered weights are gone after their turn
-        if sum(held.nbytes for held in shard.values()) >= SHARD_BYTES:
-            save()
+        shard[name] = tensor.to("cpu", copy=True).contiguous()
+        num_bytes += tensor.nbytes
+        if num_bytes >= SHARD_BYTES:
+            yield shard
+            shard, num_bytes = {}, 0
     if shard:
-        save()
+        yield shard
 
 
 def _sampled(answer: Any) -> Sampled:
