@@ -34,8 +34,8 @@ from rollout.chat import Chat, check_context
 from rollout.conversation import Rollout, User
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch
 from rollout.engine import SharedEngine, build_engine, choose_engine
-from rollout.engine_remote import check_server
 from rollout.llm_client import LLMClient
+from rollout.policy_server import check_server
 from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
 

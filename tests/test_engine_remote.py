@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo.sync import push_weights
 from rollout.engine import SampleRequest, SharedEngine, build_engine
-from rollout.engine_remote import check_server
+from rollout.policy_server import check_server
 from rollout.settings import EngineSettings
 from tests.fake_endpoint import FakeEndpoint
 from tests.tiny import make_model
