@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
 
 from grpo.ranks import Ranks, end_process
-from grpo.sync import push_weights
+from rollout.engine import weight_mark
 from rollout.engine_remote import RemoteEngine
 from rollout.settings import EngineSettings
-from tests.test_engine_remote import Model
+
+NAME = "model.layers.1.mlp.down_proj.weight"
 
 
 def main() -> None:
@@ -24,11 +25,15 @@ def main() -> None:
     own_folder = folder / f"rank-{ranks.rank}"
     settings = EngineSettings(kind="remote", base_url=address, weights_folder=own_folder, max_context_tokens=256)
     engine = RemoteEngine(settings, model, torch.float32, ranks.device, stop_ids=(1,))
-    push_weights(
-        Model(AutoModelForCausalLM.from_pretrained(new_model)), engine
-    )  # compares the fingerprint on each rank
-    shares = ranks.gather((own_folder.exists(), own_folder.exists() and [*own_folder.iterdir()]))
-    assert shares == [(True, [])] + [(False, False)] * (ranks.world_size - 1), shares
+    for pushed in (model, new_model):
+        weights = load_file(pushed / "model.safetensors")
+        left = iter(weights.items())
+        engine.push_weights(left)
+        assert next(left, None) is None  # gathering is collective, so every rank goes to the end
+        held = {round(mark, 6) for names, mark in engine.fingerprint() if names == (NAME,)}
+        assert held == {round(weight_mark(weights[NAME]), 6)}, held
+    shares = ranks.gather(own_folder.exists())
+    assert shares == [True] + [False] * (ranks.world_size - 1), shares
     engine.close()
     ranks.leave()
     end_process()
