@@ -60,6 +60,11 @@ class EngineSettings(Section):
         None, description="folder that the server sees under the same path, for pushed weights (kind: remote)"
     )
 
+    @field_validator("base_url")
+    @classmethod
+    def _an_address(cls, address: str | None) -> str | None:
+        return None if address is None else EndpointSettings._an_address(address)
+
     @model_validator(mode="after")
     def _a_server_is_for_remote(self) -> EngineSettings:
         given = [name for name in ("base_url", "api_key_env", "weights_folder") if getattr(self, name) is not None]
@@ -67,8 +72,6 @@ class EngineSettings(Section):
             raise ValueError(f"{given[0]} is read with kind: remote only; set that, or remove it")
         if self.kind == "remote" and not {"base_url", "weights_folder"} <= {*given}:
             raise ValueError("kind: remote needs engine.base_url and engine.weights_folder")
-        if self.base_url is not None:
-            EndpointSettings._an_address(self.base_url)
         return self
 
 
