@@ -34,7 +34,11 @@ from rollout.conversation import Rollout, User
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
 from rollout.engine import SharedEngine, build_engine, choose_engine
 from rollout.llm_client import LLMClient
+<<<<<<< HEAD
 from rollout.prompting import system_prompt
+=======
+from rollout.policy_server import check_server
+>>>>>>> wt_D
 from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
 
@@ -72,6 +76,8 @@ def read_inputs(config: Config) -> Inputs:
     engine, reason = choose_engine(config.engine)
     chat = Chat.load(config.model.path)
     check_context(config.model.path, config.engine.max_context_tokens)
+    if engine == "remote" and is_main():
+        check_server(config.engine, config.model.path, config.model.dtype)
     need_reference = "bleu_score" in config.rewards.weights
     system = system_prompt(config.rollout.system_prompt) if config.rollout.system_prompt else None
 

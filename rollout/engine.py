@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import itertools
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ class Sampled:
     logprobs: tuple[float, ...]
     """Nats, of the tempered distribution, one per token."""
     finish_reason: Literal["stop", "length"]
+    num_cached_tokens: int = 0
+    """Of the prompt: those the engine did not compute again."""
 
 
 class Engine(Protocol):
@@ -77,8 +81,10 @@ def weight_mark(tensor: torch.Tensor) -> float:
     return (tensor if tensor.ndim == 1 else tensor.flatten(1)[:, 0]).double().sum().item()
 
 
-def choose_engine(settings: EngineSettings) -> tuple[Literal["vllm", "transformers"], str]:
+def choose_engine(settings: EngineSettings) -> tuple[Literal["vllm", "transformers", "remote"], str]:
     """The engine `settings.kind` stands for, and why. Raises ValueError where it cannot be had."""
+    if settings.kind == "remote":
+        return "remote", f"vLLM at {settings.base_url}"
     missing = importlib.util.find_spec("vllm") is None
     if settings.kind == "vllm" and missing:
         raise ValueError(
@@ -99,56 +105,91 @@ def build_engine(
         from rollout.engine_vllm import VLLMEngine
 
         return VLLMEngine(settings, model_folder, dtype, device, stop_ids)
+    if kind == "remote":
+        from rollout.engine_remote import RemoteEngine
+
+        return RemoteEngine(settings, model_folder, dtype, device, stop_ids)
     from rollout.engine_transformers import TransformersEngine
 
     return TransformersEngine(settings, model_folder, dtype, device, stop_ids)
 
 
 class SharedEngine:
-    """Lets any number of coroutines sample from one engine; it steps while at least one waits."""
+    """Lets any number of coroutines sample from one engine.
+
+    A thread of its own steps the engine while at least one of them waits, and takes in between two steps what has
+    arrived: an event loop that is busy with its coroutines never keeps the engine waiting.
+    """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.num_tokens = 0
         """Tokens sampled so far."""
-        self._thread = ThreadPoolExecutor(1, "engine", initializer=engine.enter_thread)
-        self._waiting: list[tuple[int, SampleRequest]] = []
-        self._futures: dict[int, asyncio.Future[Sampled]] = {}
-        self._next_key = 0
-        self._stepping: asyncio.Task[None] | None = None
+        self.num_prompt_tokens = 0
+        """Tokens of the prompts answered so far."""
+        self.num_cached_tokens = 0
+        """Those of them that the engine had computed for another prompt or reply; 0 for an engine without a cache."""
+        self._thread = ThreadPoolExecutor(1, "engine")
+        self._thread.submit(engine.enter_thread).result()
+        self._arrived: deque[tuple[SampleRequest, asyncio.Future[Sampled]]] = deque()
+        self._keys = itertools.count()
 
     async def sample(self, request: SampleRequest) -> Sampled:
         """Raises what the engine raised, in every coroutine that waits for it."""
-        key, self._next_key = self._next_key, self._next_key + 1
-        future = asyncio.get_running_loop().create_future()
-        self._futures[key] = future
-        self._waiting.append((key, request))
-        if self._stepping is None or self._stepping.done():
-            self._stepping = asyncio.create_task(self._step_until_idle())
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        self._arrived.append((request, future))
+        # Not before the other coroutines that are ready have asked too: an engine of whole batches wants them together.
+        loop.call_soon(self._thread.submit, self._serve)
         return await future
 
-    async def _step_until_idle(self) -> None:
-        loop = asyncio.get_running_loop()
+    def _serve(self) -> None:
+        """Steps until nobody waits. What it was called for, the call before may have served already."""
+        waiting: dict[int, tuple[SampleRequest, asyncio.Future[Sampled]]] = {}
         try:
-            while self._futures:
-                for key, request in self._waiting:
-                    self.engine.add(key, request)
-                self._waiting.clear()
-                for key, sampled in await loop.run_in_executor(self._thread, self.engine.step):
+            while True:
+                self._take_in(waiting)
+                if all(future.done() for _, future in waiting.values()):  # cancelled, or there is none
+                    break
+                finished = []
+                for key, sampled in self.engine.step():
+                    request, future = waiting.pop(key)
                     self.num_tokens += len(sampled.token_ids)
-                    future = self._futures.pop(key)
-                    if not future.done():
-                        future.set_result(sampled)
-        except BaseException as error:
-            waiting, self._futures = self._futures, {}
-            self._waiting.clear()
+                    self.num_prompt_tokens += len(request.prompt_ids)
+                    self.num_cached_tokens += sampled.num_cached_tokens
+                    finished.append((future, sampled))
+                _deliver(finished)
+            if waiting:
+                self.engine.abort_all()
+        except Exception as error:
             self.engine.abort_all()
-            for future in waiting.values():
-                if not future.done():
-                    future.set_exception(error)
-            if not isinstance(error, Exception):
-                raise
+            _deliver([(future, error) for _, future in waiting.values()])
+
+    def _take_in(self, waiting: dict[int, tuple[SampleRequest, asyncio.Future[Sampled]]]) -> None:
+        arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
+        # Prompts that begin alike follow each other, so that an engine with a prefix cache computes the beginning once.
+        for request, future in sorted(arrived, key=lambda item: item[0].prompt_ids):
+            key = next(self._keys)
+            waiting[key] = request, future
+            self.engine.add(key, request)
 
     def close(self) -> None:
         self._thread.shutdown()
         self.engine.close()
+
+
+def _deliver(outcomes: list[tuple[asyncio.Future[Sampled], Sampled | Exception]]) -> None:
+    """Wakes, from the engine's thread, the coroutines that still wait: all together."""
+    waited_for = [(future, outcome) for future, outcome in outcomes if not future.done()]
+    if waited_for:
+        waited_for[0][0].get_loop().call_soon_threadsafe(_settle, waited_for)
+
+
+def _settle(outcomes: list[tuple[asyncio.Future[Sampled], Sampled | Exception]]) -> None:
+    for future, outcome in outcomes:
+        if future.done():  # cancelled meanwhile
+            continue
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

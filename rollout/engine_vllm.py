@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from rollout.engine import Sampled, SampleRequest, Weights, weight_mark
 from rollout.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
 
 
 class VLLMEngine:
@@ -71,21 +75,24 @@ class VLLMEngine:
             torch.cuda.set_device(self.device)
 
     def add(self, key: int, request: SampleRequest) -> None:
-        from vllm import SamplingParams
+        self._engine.add_request(str(key), {"prompt_token_ids": list(request.prompt_ids)}, self._params(request))
 
-        params = SamplingParams(
+    def _params(self, request: SampleRequest) -> SamplingParams:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        return SamplingParams(
             temperature=request.temperature,
             max_tokens=request.max_tokens,
             seed=request.seed,
             logprobs=0,  # of the sampled token alone
             stop_token_ids=self.stop_ids,
+            flat_logprobs=True,  # numbers instead of an object a token
             detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # else every step copies every reply so far
         )
-        self._engine.add_request(str(key), {"prompt_token_ids": list(request.prompt_ids)}, params)
 
     def step(self) -> list[tuple[int, Sampled]]:
-        finished = [output for output in self._engine.step() if output.finished]
-        return [(int(output.request_id), _sampled(output.outputs[0])) for output in finished]
+        return [(int(output.request_id), _sampled(output)) for output in self._engine.step()]
 
     def abort_all(self) -> None:
         running = list(self._engine.output_processor.request_states)
@@ -128,7 +135,11 @@ def _gpu_arguments(settings: EngineSettings) -> dict[str, object]:
 def _cpu_arguments(settings: EngineSettings) -> dict[str, object]:
     # A prompt cut into chunks makes vLLM rewind the request's generator, which a CPU generator cannot do.
     whole_prompts = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(settings.max_context_tokens, 4096)}
-    return whole_prompts | {"enforce_eager": True, "kv_cache_memory_bytes": settings.cpu_kv_cache_gib * 2**30}
+    return whole_prompts | {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": settings.cpu_kv_cache_gib * 2**30,
+        "block_size": 32,  # whole blocks are found again, and prompts are shorter than the 128 tokens vLLM takes here
+    }
 
 
 @torch.inference_mode()
@@ -154,6 +165,22 @@ def _fingerprint(model: torch.nn.Module) -> list[tuple[tuple[str, ...], float]]:
     return marks
 
 
-def _sampled(output) -> Sampled:
-    logprobs = tuple(step[token].logprob for step, token in zip(output.logprobs, output.token_ids, strict=True))
-    return Sampled(tuple(output.token_ids), logprobs, output.finish_reason)
+def _sampled(output: RequestOutput) -> Sampled:
+    (reply,) = output.outputs
+    assert reply.logprobs.token_ids == list(reply.token_ids)  # of the sampled tokens, and of no others
+    return Sampled(
+        tuple(reply.token_ids), tuple(reply.logprobs.logprobs), reply.finish_reason, output.num_cached_tokens
+    )
+
+
+class WorkerExtension:
+    """What a server's worker answers to `rollout.engine_remote` (vLLM mixes it into its worker class)."""
+
+    def weight_marks(self) -> list[tuple[tuple[str, ...], float]]:
+        return _fingerprint(self.model_runner.get_model())
+
+    def served(self, path: str) -> dict[str, object]:
+        """The model's configuration, and whether this machine has `path`."""
+        config = {**self.model_config.hf_config.to_dict(), "dtype": str(self.model_config.dtype).removeprefix("torch.")}
+        plain = {name: value for name, value in config.items() if isinstance(value, str | int)}
+        return {"config": plain, "sees_path": Path(path).exists()}

@@ -59,8 +59,8 @@ class DataSettings(Section):
 
 
 class EngineSettings(Section):
-    kind: Literal["auto", "vllm", "transformers"] = Field(
-        "auto", description="what generates; auto takes vLLM where it is installed"
+    kind: Literal["auto", "vllm", "transformers", "remote"] = Field(
+        "auto", description="what generates; auto takes vLLM where it is installed, remote a vLLM server elsewhere"
     )
     max_context_tokens: int = Field(4096, ge=16, description="tokens; prompt and reply together")
     max_concurrent_replies: int = Field(64, ge=1, description="replies; generated at once per rank")
@@ -70,6 +70,27 @@ class EngineSettings(Section):
     cpu_kv_cache_gib: int = Field(1, ge=1, description="GiB; KV cache per rank on a CPU")
     sleep: bool = Field(True, description="free the engine's GPU memory during the update")
     eager: bool = Field(False, description="skip CUDA graphs; always so on a CPU")
+    base_url: str | None = Field(
+        None, description="address of the policy's server, such as http://127.0.0.1:8000/v1 (kind: remote)"
+    )
+    api_key_env: str | None = Field(None, description="environment variable that holds its key (kind: remote)")
+    weights_folder: Path | None = Field(
+        None, description="folder that the server sees under the same path, for pushed weights (kind: remote)"
+    )
+
+    @field_validator("base_url")
+    @classmethod
+    def _an_address(cls, address: str | None) -> str | None:
+        return None if address is None else checked_address(address)
+
+    @model_validator(mode="after")
+    def _a_server_is_for_remote(self) -> EngineSettings:
+        given = [name for name in ("base_url", "api_key_env", "weights_folder") if getattr(self, name) is not None]
+        if self.kind != "remote" and given:
+            raise ValueError(f"{given[0]} is read with kind: remote only; set that, or remove it")
+        if self.kind == "remote" and not {"base_url", "weights_folder"} <= {*given}:
+            raise ValueError("kind: remote needs engine.base_url and engine.weights_folder")
+        return self
 
 
 class EndpointSettings(Section):
