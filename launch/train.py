@@ -34,11 +34,8 @@ from rollout.conversation import Rollout, User
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
 from rollout.engine import SharedEngine, build_engine, choose_engine
 from rollout.llm_client import LLMClient
-<<<<<<< HEAD
-from rollout.prompting import system_prompt
-=======
 from rollout.policy_server import check_server
->>>>>>> wt_D
+from rollout.prompting import system_prompt
 from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
 
