@@ -1,10 +1,14 @@
-"""What a step's conversations were like: a pure function of its trace rows, over all ranks."""
+"""What a step's conversations were like: pure functions of its trace rows, over all ranks; and what they cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
+
+from rollout.llm_client import LLMClient
+
+COUNTED = ("calls", "retries", "prompt_tokens", "completion_tokens", "seconds")
 
 
 def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable[str]) -> dict[str, float]:
@@ -39,6 +43,9 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
     words = [row["score"]["notes"]["bleu_word"] for row in rows if "bleu_word" in row["score"]["notes"]]
     if words:
         metrics["reward/bleu_word"] = fmean(words)
+    overlaps = [row["user_reference_overlap"] for row in rows if row["user_reference_overlap"] is not None]
+    if overlaps:
+        metrics["user/reference_overlap"] = fmean(overlaps)
     return metrics
 
 
@@ -46,6 +53,21 @@ def sampled_tokens(rows: Sequence[Mapping[str, Any]]) -> int:
     """Tokens the policy sampled: a first reply once, later ones for each conversation."""
     first = sum(row["reply_tokens"][0] for row in rows if row["continuation"] == 0)
     return first + sum(sum(row["reply_tokens"][1:]) for row in rows)
+
+
+def role_counts(clients: Mapping[str, LLMClient]) -> dict[str, float]:
+    """`<role>/<count>` of what this rank's clients did so far.
+
+    `seconds` are in flight, summed over calls: parallel ones count each.
+    """
+    return {
+        f"{role}/{name}": float(getattr(client.counts, name)) for role, client in clients.items() for name in COUNTED
+    }
+
+
+def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Counts of all ranks, name by name."""
+    return {name: sum(share[name] for share in shares) for name in shares[0]}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -10,7 +10,6 @@ before any model loads.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import random
 import sys
@@ -23,10 +22,12 @@ import numpy
 import torch
 import transformers
 
+from grpo.background import LoopThread
 from grpo.config import Config, describe_settings, load_config
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks, end_process
 from grpo.recorder import RunFolder
+from grpo.stopping import Stop
 from grpo.trainer import Parts, Trainer
 from rewards.judge import Judge
 from rewards.scoring import Scorer
@@ -58,6 +59,11 @@ def check_inputs(config: Config) -> Inputs:
     if is_main():
         RunFolder(config).check_free(config.run.overwrite, inputs)
     engine, reason = choose_engine(config.engine)
+    if config.rollout.overlap == "one_step" and config.engine.sleep and torch.cuda.is_available():
+        raise ValueError(
+            "rollout.overlap: one_step samples during the update, when the engine would sleep; set engine.sleep=false "
+            "(and engine.gpu_memory_utilization to what the update leaves), or rollout.overlap=none"
+        )
     chat = Chat.load(config.model.path)
     check_context(config.model.path, config.engine.max_context_tokens)
     need_reference = "bleu_score" in config.rewards.weights
@@ -101,8 +107,8 @@ def check_inputs(config: Config) -> Inputs:
     return Inputs(chat, train, validation, clients, user, judge, total_steps)
 
 
-def run_training(config: Config, inputs: Inputs) -> None:
-    """Loads the models and trains, on this rank."""
+def run_training(config: Config, inputs: Inputs) -> Stop | None:
+    """Loads the models and trains, on this rank. What it returns says why training ended before its last step."""
     ranks = Ranks.join()
     transformers.utils.logging.disable_progress_bar()
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
@@ -119,22 +125,27 @@ def run_training(config: Config, inputs: Inputs) -> None:
     )
     say(f"attention: {policy.attention.reason}")
     reference = None
+    if config.rollout.overlap == "one_step":
+        say(
+            "sampler and trainer: log-probs held to each other in step 1 only, since later steps sample from older weights"
+        )
     if config.loss.kl_coef > 0:
         reference = Reference(config.model, config.deepspeed, temperature=config.rollout.temperature, ranks=ranks)
     say("starting the engine ...")
     dtype = getattr(torch, config.model.dtype)
     engine = SharedEngine(build_engine(config.engine, config.model.path, dtype, ranks.device, inputs.chat.stop_ids))
-    with asyncio.Runner() as runner:
+    with LoopThread() as runner:
         try:
             rollout = Rollout(config.rollout, engine, inputs.chat, inputs.user)
             scorer = Scorer(config.rewards, inputs.chat, inputs.judge, max_reply_tokens=config.rollout.max_reply_tokens)
-            parts = Parts(policy, reference, rollout, scorer, inputs.train, inputs.validation)
-            Trainer(config, parts, inputs.total_steps, ranks, runner).train()
+            parts = Parts(policy, reference, rollout, scorer, inputs.clients, inputs.train, inputs.validation)
+            stop = Trainer(config, parts, inputs.total_steps, ranks, runner).train()
         finally:
             for client in inputs.clients.values():
                 runner.run(client.close())
     engine.close()
     ranks.leave()
+    return stop
 
 
 def is_main() -> bool:
@@ -172,7 +183,10 @@ def main() -> None:
 
 
 def run(read_config: Callable[[], Config]) -> Config:
-    """Checks and trains; a fault ends the process with its message: 2 for bad input, 1 for anything later."""
+    """Checks and trains, up to the last step or the end of the budget.
+
+    Anything else ends the process: with 2 for bad input, 1 for a fault later, 130 after SIGINT and 143 after SIGTERM.
+    """
     try:
         config = read_config()
         inputs = check_inputs(config)
@@ -180,14 +194,20 @@ def run(read_config: Callable[[], Config]) -> Config:
         if is_main():
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     try:
-        run_training(config, inputs)
+        stop = run_training(config, inputs)
+    except KeyboardInterrupt:  # before training, or after it has saved everything
+        end_process(130)
     except Exception as error:
         traceback.print_exc()
         while isinstance(error, ExceptionGroup):  # of conversations that failed together: the first tells why
             error = error.exceptions[0]
         print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         end_process(1)
+    if stop and stop.exit_code:
+        end_process(stop.exit_code)
     return config
 
 

@@ -114,6 +114,10 @@ class RolloutSettings(Section):
         description="judge through the assistant's last message; false ends on the user as the published recipe did",
     )
     dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
+    overlap: Literal["none", "one_step"] = Field(
+        "none",
+        description="one_step samples the next step's conversations during the update, from the weights before it",
+    )
     user: UserSettings = Field(description="the simulated user")
 
     @property
