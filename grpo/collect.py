@@ -46,11 +46,8 @@ class Collector:
         runner: LoopThread,
     ):
         """`clients` by role, where a server plays it. `runner`: the loop that all conversations of a run share."""
-        self.sampling, self.seed, self.max_failure_rate = (
-            config.rollout,
-            config.run.seed,
-            config.rewards.max_failure_rate,
-        )
+        self.sampling, self.seed = config.rollout, config.run.seed
+        self.max_failure_rate = config.rewards.max_failure_rate
         self.rollout, self.scorer, self.train, self.clients = rollout, scorer, train, clients
         self.ranks, self.runner = ranks, runner
         self.weight_version = -1

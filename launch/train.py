@@ -127,7 +127,7 @@ def run_training(config: Config, inputs: Inputs) -> Stop | None:
     reference = None
     if config.rollout.overlap == "one_step":
         say(
-            "sampler and trainer: log-probs held to each other in step 1 only, since later steps sample from older weights"
+            "log-probs: sampler and trainer are held to each other in step 1 only; later steps sample from older weights"
         )
     if config.loss.kl_coef > 0:
         reference = Reference(config.model, config.deepspeed, temperature=config.rollout.temperature, ranks=ranks)

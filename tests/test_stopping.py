@@ -81,6 +81,20 @@ def test_the_second_signal_ends_the_run_within_10_s_and_costs_only_the_step_that
     assert not (run.folder / "model").exists()
 
 
+def test_a_rank_that_dies_takes_the_others_down_instead_of_asking_them_to_finish(tmp_path):
+    gate = Gate(tmp_path)
+    with FakeEndpoint(gate) as user:
+        config = prepare(tmp_path, user.base_url, run__steps=50)
+        with SmallRun(config, num_ranks=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="600") as run:
+            run.wait_until(gate.reached.is_set)
+            ranks = [pid for pid in run.processes() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+            os.kill(min(ranks), signal.SIGKILL)
+            assert run.wait() == 1, run.output  # while the gate is shut
+            assert not run.processes()
+        gate.open.set()
+    assert "finishing the phase" not in run.output
+
+
 def test_a_user_that_always_fails_ends_all_ranks_with_the_first_three_errors_and_saves_nothing(tmp_path):
     faults = itertools.cycle([error(500, "too hot"), error(503, "too busy"), says({"reply": 7})])
     with FakeEndpoint(lambda body: next(faults)) as user:
