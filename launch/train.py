@@ -126,9 +126,7 @@ def run_training(config: Config, inputs: Inputs) -> Stop | None:
     say(f"attention: {policy.attention.reason}")
     reference = None
     if config.rollout.overlap == "one_step":
-        say(
-            "log-probs: sampler and trainer are held to each other in step 1 only; later steps sample from older weights"
-        )
+        say("log-probs of sampler and trainer are compared in step 1 only: later steps sample from older weights")
     if config.loss.kl_coef > 0:
         reference = Reference(config.model, config.deepspeed, temperature=config.rollout.temperature, ranks=ranks)
     say("starting the engine ...")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from grpo.background import LoopThread
 from grpo.config import load_config
 from grpo.recorder import read_rows
 from launch.train import check_inputs
@@ -84,6 +87,26 @@ def test_two_ranks_overlap_as_one_does_and_evaluations_come_between_the_steps(ru
     for step in range(STEPS + 1):
         told = [read_rows(run.folder / "evaluations" / f"step_{step:05}.jsonl") for run in runs.values()]
         assert [row["messages"] for row in told[0]] == [row["messages"] for row in told[1]]
+
+
+def test_coroutines_go_on_in_the_background_and_those_that_are_left_are_cancelled():
+    ended = []
+
+    async def wait_for_ever():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(threading.current_thread())
+
+    async def fail():
+        raise ValueError("told to whoever waits")
+
+    with LoopThread() as loop:
+        waiting = loop.start(wait_for_ever())
+        with pytest.raises(ValueError, match="told to whoever waits"):
+            loop.run(fail())
+        assert not waiting.done() and not ended
+    assert waiting.cancelled() and ended and ended[0] not in threading.enumerate()
 
 
 def test_replies_of_older_weights_need_a_correction():
