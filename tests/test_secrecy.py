@@ -9,21 +9,24 @@ from tests.small_run import SmallRun, prepare
 KEY, PASSWORD = "sk-planted-4711-key", "planted-0815-password"
 
 
-def talkative(body):
-    """A server that quotes what it was sent: every third answer is a refusal that names key and password."""
-    talkative.num_calls += 1
-    if talkative.num_calls % 3 == 0:
-        return error(401, f"{KEY} is no good, and neither is {PASSWORD}")
-    if talkative.num_calls % 3 == 1:
-        return error(500, f"out of order: {KEY} {PASSWORD}")
-    if "reply" in body["response_format"]["json_schema"]["schema"]["properties"]:
-        return says({"current_answer": "", "thought": "", "reply": "please say what bees want"})
-    return says({name: {"reason": "so", "score": 1} for name in CRITERIA})
+class Talkative:
+    """A server that quotes what it was sent in two answers of three: the user's key, the judge's password."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, body):
+        self.num_calls += 1
+        is_user = "reply" in body["response_format"]["json_schema"]["schema"]["properties"]
+        if self.num_calls % 3:
+            return error((500, 401)[self.num_calls % 3 - 1], f"{KEY if is_user else PASSWORD} is no good")
+        if is_user:
+            return says({"current_answer": "", "thought": "", "reply": "please say what bees want"})
+        return says({name: {"reason": "so", "score": 1} for name in CRITERIA})
 
 
 def test_keys_and_passwords_stay_out_of_every_file_and_off_the_terminal(tmp_path):
-    talkative.num_calls = 0
-    with FakeEndpoint(talkative) as server:
+    with FakeEndpoint(Talkative()) as server:
         config = prepare(
             tmp_path,
             server.base_url,
