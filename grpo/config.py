@@ -25,6 +25,20 @@ from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Sect
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
+class BudgetSettings(Section):
+    """Training stops after the step that used up any of these, and saves the model."""
+
+    user_tokens: int | None = Field(
+        None, ge=1, description="tokens; read and written by the simulated user's server in all; null: any number"
+    )
+    judge_tokens: int | None = Field(
+        None, ge=1, description="tokens; read and written by the judge's server in all; null: any number"
+    )
+    hours: float | None = Field(
+        None, gt=0, description="hours; of training, evaluations included; null: as long as it takes"
+    )
+
+
 class RunSettings(Section):
     name: str = Field(pattern=r"^\w[\w.-]*$", max_length=100, description="folder of the run under run.folder")
     folder: Path = Field(Path("runs"), description="where runs are kept")
@@ -34,6 +48,7 @@ class RunSettings(Section):
     save_every: int | None = Field(
         None, ge=1, description="steps between saved model folders; the last step is always saved"
     )
+    budget: BudgetSettings = BudgetSettings()
     overwrite: bool = Field(False, description="replace the folder of an earlier run of this name")
 
 
@@ -188,6 +203,20 @@ class Config(Section):
                 "evaluation.user_opens: true has the simulated user write a message, and rollout.max_user_turns: 0 "
                 "allows none; set evaluation.max_new_turns"
             )
+        if self.rollout.overlap == "one_step" and self.loss.correction == "none":
+            raise ValueError(
+                "rollout.overlap: one_step trains on replies that older weights sampled; set loss.correction: token "
+                "(or sequence), or rollout.overlap: none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_what_is_spent_has_a_budget(self) -> Config:
+        budget = self.run.budget
+        if budget.user_tokens is not None and self.rollout.user.kind != "llm":
+            raise ValueError("run.budget.user_tokens: a scripted user needs no tokens; set it to null")
+        if budget.judge_tokens is not None and not self.rewards.needs_judge:
+            raise ValueError("run.budget.judge_tokens: no reward asks a judge; set it to null")
         return self
 
     def without_effect(self) -> Iterator[str]:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rewards.overlap import reference_overlap
 from rewards.scoring import ReplyReward, Scorer
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.settings import TrainOn
 from rollout.types import Conversation, Reply, Scenario, Score
 
-TRACE_SCHEMA = 2
+TRACE_SCHEMA = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,7 @@ def trace_rows(
                     "farewell": talk.farewell,
                     "reply_tokens": [len(reply.token_ids) for reply in talk.replies],
                     "first_reply_cut": talk.first_reply_cut,
+                    "user_reference_overlap": reference_overlap(talk),
                     "score": {
                         "values": dict(score.values),
                         "failures": dict(score.failures),

@@ -1,10 +1,15 @@
-"""What a step's conversations were like: a pure function of its trace rows, over all ranks."""
+"""What a step's conversations were like: pure functions of its trace rows, over all ranks; and what they cost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any
+
+from rollout.llm_client import LLMClient
+
+COUNTED = ("calls", "retries", "prompt_tokens", "completion_tokens", "seconds")
 
 
 def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable[str]) -> dict[str, float]:
@@ -24,7 +29,7 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
         "reward/std": pstdev(totals) if totals else float("nan"),
         "reward/zero_std_groups": float(sum(not any(group) for group in advantages.values())),
         "reward/clamped": _mean(r["clamped"][name] != r["weighted"][name] for r in rewards for name in r["clamped"]),
-        "reply/length_mean": fmean(row["reply_tokens"][0] for row in replies),
+        "reply/length_mean": _mean(row["reply_tokens"][0] for row in replies if row["reply_tokens"]),
         "reply/truncated": fmean(row["first_reply_cut"] for row in replies),
         "conversation/turns_mean": fmean(len(row["reply_tokens"]) for row in rows),
         "judge/failure_rate": fmean(bool(row["score"]["failures"]) for row in rows),
@@ -39,13 +44,34 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
     words = [row["score"]["notes"]["bleu_word"] for row in rows if "bleu_word" in row["score"]["notes"]]
     if words:
         metrics["reward/bleu_word"] = fmean(words)
+    overlaps = [row["user_reference_overlap"] for row in rows if row["user_reference_overlap"] is not None]
+    if overlaps:
+        metrics["user/reference_overlap"] = fmean(overlaps)
     return metrics
 
 
 def sampled_tokens(rows: Sequence[Mapping[str, Any]]) -> int:
     """Tokens the policy sampled: a first reply once, later ones for each conversation."""
-    first = sum(row["reply_tokens"][0] for row in rows if row["continuation"] == 0)
+    first = sum(sum(row["reply_tokens"][:1]) for row in rows if row["continuation"] == 0)
     return first + sum(sum(row["reply_tokens"][1:]) for row in rows)
+
+
+def role_counts(clients: Mapping[str, LLMClient]) -> dict[str, float]:
+    """`<role>/<count>` of what this rank's clients did so far.
+
+    `seconds` are in flight, summed over calls: parallel ones count each. `failures/<kind>` are tries without a usable
+    answer, by kind of LLMError, of the kinds there were.
+    """
+    counts = {}
+    for role, client in clients.items():
+        counts |= {f"{role}/{name}": float(getattr(client.counts, name)) for name in COUNTED}
+        counts |= {f"{role}/failures/{kind}": float(number) for kind, number in client.counts.errors.items()}
+    return counts
+
+
+def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Counts of all ranks, name by name."""
+    return {name: sum(share.get(name, 0.0) for share in shares) for name in dict.fromkeys(chain(*shares))}
 
 
 def _mean(values: Iterable[float]) -> float:

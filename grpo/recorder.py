@@ -1,6 +1,6 @@
 """What a run leaves behind: metrics, TensorBoard, traces, evaluations. Only the main rank writes.
 
-runs/NAME/config.yaml               the settings, overrides applied
+runs/NAME/config.yaml               the settings, overrides applied, without passwords
 runs/NAME/environment.json          engine, ranks, device and versions
 runs/NAME/metrics.jsonl             one line per step
 runs/NAME/tensorboard/              the same for TensorBoard
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,6 +32,8 @@ RUN_ENTRIES = frozenset(
     "tensorboard traces evaluations checkpoints model model.part".split()
 )
 """Everything that lies in a run's folder; nothing else is ever removed."""
+_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
+"""Of an address, which no file of a run may hold."""
 
 
 class RunFolder:
@@ -96,7 +99,8 @@ class Recorder:
         for name in ("traces", "evaluations", "checkpoints"):
             (folder.path / name).mkdir(parents=True)
         values = config.model_dump(mode="json")
-        (folder.path / "config.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
+        text = _PASSWORD.sub(r"\1:***@", yaml.safe_dump(values, sort_keys=False))
+        (folder.path / "config.yaml").write_text(text, encoding="utf-8")
         (folder.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
         self._tensorboard = SummaryWriter(folder.path / "tensorboard")
 
@@ -133,9 +137,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """One JSON object a line, as `read_rows` reads them."""
     # A lone surrogate, which some models emit, becomes its own JSON escape.
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    part = path.with_name(path.name + ".part")  # a file is whole or absent, whenever the process ends
+    with part.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    part.rename(path)
 
 
 def _finite(value: float) -> float | None:

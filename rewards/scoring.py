@@ -159,9 +159,10 @@ def is_truncated(conversation: Conversation) -> bool:
 
 
 def check_failure_rate(failed: int, started: int, first_failures: Sequence[str], limit: float) -> None:
-    """Raises RuntimeError with the first failures where more than `limit` of all conversations failed."""
+    """Raises RuntimeError with the first few failures where more than `limit` of all conversations failed."""
     if started >= MIN_STARTED and failed > limit * started:
-        causes = "\n".join(f"  - {failure}" for failure in first_failures[:3])
+        different = [*dict.fromkeys(first_failures)][:3]
+        causes = "\n".join(f"  - {failure}" for failure in different)
         raise RuntimeError(
             f"{failed} of {started} conversations could not be judged (rewards.max_failure_rate: {limit:g}):\n"
             f"{causes}\nCheck that the servers of rollout.user and rewards.judge answer, and that their max_tokens and "

@@ -233,6 +233,10 @@ class RolloutSettings(Section):
         description="text file, or proactive for the shipped one; put before every prompt, which must have none",
     )
     dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
+    overlap: Literal["none", "one_step"] = Field(
+        "none",
+        description="one_step samples the next step's conversations during the update, from the weights before it",
+    )
     user: UserSettings = Field(description="the simulated user")
 
     @model_validator(mode="after")

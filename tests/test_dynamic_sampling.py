@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from grpo.advantages import has_signal
+from grpo.background import LoopThread
+from grpo.collect import Collector, tables
 from grpo.config import Config
 from grpo.ranks import Ranks
-from grpo.trainer import Parts, Trainer
 from rewards.scoring import Scorer
 from rollout.conversation import Rollout
 from rollout.data import batch_rows, spare_rows
@@ -56,16 +56,14 @@ def collect(engine, max_rounds, **rewards):
         Scenario(f"s/{row}", ({"role": "user", "content": "hello"},), "", "", "bees", "s", row)
         for row in range(NUM_SCENARIOS)
     ]
-    trainer = Trainer.__new__(Trainer)  # without a policy, which collecting does not need
-    trainer.config, trainer.ranks = config, Alone(0, 1, torch.device("cpu"))
-    trainer.num_started = trainer.num_failed = 0
     scorer = Scorer(config.rewards, chat, None, max_reply_tokens=40)
-    trainer.parts = Parts(None, None, Rollout(config.rollout, shared, chat, ScriptedUser()), scorer, scenarios, [])
-    with asyncio.Runner() as runner:
-        trainer.runner = runner
-        groups, replaced = trainer.collect(step=1)
+    rollout = Rollout(config.rollout, shared, chat, ScriptedUser())
+    ranks = Alone(0, 1, torch.device("cpu"))
+    with LoopThread() as runner:
+        batch = Collector(config, rollout, scorer, scenarios, {}, ranks, runner).collect(step=1)
+    groups, replaced = batch.groups, batch.replaced
     assert [group.position for group in groups] == list(range(PROMPTS))
-    signal_P = has_signal(*trainer.tables(groups, [[reward.total for reward in g.rewards_G] for g in groups]))
+    signal_P = has_signal(*tables(groups, [[reward.total for reward in g.rewards_G] for g in groups], ranks))
     return [group.scenario.row for group in groups], signal_P.tolist(), [group.scenario.row for group in replaced]
 
 

@@ -1,0 +1,138 @@
+"""A step's batch: conversations are started, waited for, and replaced where their groups hold no signal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from grpo.advantages import has_signal
+from grpo.background import LoopThread
+from grpo.config import Config
+from grpo.experience import Group, play_and_score
+from grpo.metrics import role_counts
+from grpo.ranks import Ranks
+from rewards.scoring import Scorer, check_failure_rate
+from rollout.conversation import Rollout, RolloutPlan
+from rollout.data import batch_rows, spare_rows
+from rollout.llm_client import LLMClient
+from rollout.types import Scenario
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on: this rank's share."""
+
+    groups: list[Group]
+    replaced: list[Group]
+    """Groups without signal that others stand in for."""
+    weight_version: int
+    """Of the weights that sampled all of it."""
+    counts: dict[str, float]
+    """What it cost (`Collector.new_counts`)."""
+
+
+class Collector:
+    def __init__(
+        self,
+        config: Config,
+        rollout: Rollout,
+        scorer: Scorer,
+        train: Sequence[Scenario],
+        clients: Mapping[str, LLMClient],
+        ranks: Ranks,
+        runner: LoopThread,
+    ):
+        """`clients` by role, where a server plays it. `runner`: the loop that all conversations of a run share."""
+        self.sampling, self.seed = config.rollout, config.run.seed
+        self.max_failure_rate = config.rewards.max_failure_rate
+        self.rollout, self.scorer, self.train, self.clients = rollout, scorer, train, clients
+        self.ranks, self.runner = ranks, runner
+        self.weight_version = -1
+        """Of the weights in the engine: how often trained weights were pushed; 0 are those the run began with."""
+        self.counted = self._counts()
+        """All that this rank's clients and engine did, up to the last `new_counts`."""
+        self.num_started, self.num_failed = 0, 0
+
+    def start(self, step: int, wanted: Mapping[int, int] | None = None) -> Future[list[Group]]:
+        """This rank's share of a step's conversations, which go on by themselves. Not collective.
+
+        `wanted`: position in the batch → row of the data; None: the step's own.
+        """
+        plan = RolloutPlan(
+            self.sampling.group_size, self.sampling.continuations, self.sampling.temperature, self.seed, step
+        )
+        wanted = dict(enumerate(self._rows(step))) if wanted is None else wanted
+        own = [(position, self.train[row]) for position, row in wanted.items()]
+        own = own[self.ranks.rank :: self.ranks.world_size]
+        return self.runner.start(play_and_score(self.rollout, self.scorer, own, plan))
+
+    def collect(self, step: int, playing: Future[list[Group]] | None = None) -> Batch:
+        """This rank's groups of a step, those without signal replaced by others as often as was asked for.
+
+        `playing`: this step's conversations, where they were started before. Collective, and a pure function of step
+        and rewards, so that all ranks replace the same groups.
+        """
+        playing = playing or self.start(step)
+        rows = self._rows(step)
+        spare = iter(spare_rows(step, len(self.train), rows, self.seed))
+        groups: dict[int, Group] = {}
+        wanted, replaced = dict(enumerate(rows)), []
+        for last in [False] * self.sampling.dynamic_sampling.max_rounds + [True]:
+            replaced += [group for position, group in groups.items() if position in wanted]
+            groups = {position: group for position, group in groups.items() if position not in wanted}
+            played = playing.result()
+            self._check_failures(played)
+            groups |= {group.position: group for group in played}
+            if last:
+                break
+            totals = [[reward.total for reward in group.rewards_G] for group in groups.values()]
+            signal_P = has_signal(*tables([*groups.values()], totals, self.ranks))
+            wanted = dict(zip((~signal_P).nonzero()[:, 0].tolist(), spare, strict=False))
+            if not wanted:
+                break
+            playing = self.start(step, wanted)
+        own = [groups[position] for position in sorted(groups)]
+        return Batch(own, replaced, self.weight_version, self.new_counts())
+
+    def new_counts(self) -> dict[str, float]:
+        """What the roles' servers and the engine did for this rank since this was last called."""
+        before, self.counted = self.counted, self._counts()
+        return {name: count - before.get(name, 0.0) for name, count in self.counted.items()}
+
+    def _counts(self) -> dict[str, float]:
+        engine = self.rollout.engine
+        return role_counts(self.clients) | {
+            "policy/prompt_tokens": float(engine.num_prompt_tokens),
+            "policy/cached_tokens": float(engine.num_cached_tokens),
+        }
+
+    def _rows(self, step: int) -> list[int]:
+        return batch_rows(step - 1, len(self.train), self.sampling.prompts_per_step, self.seed)
+
+    def _check_failures(self, groups: Sequence[Group]) -> None:
+        """Raises where too many conversations failed, over all ranks: in this step, or in training so far."""
+        own = sum(len(group.conversations) for group in groups), [f for group in groups for f in group.failures]
+        shares = self.ranks.gather(own)
+        started = sum(count for count, _ in shares)
+        failures = [failure for _, failed in shares for failure in failed]
+        self.num_started += started
+        self.num_failed += len(failures)
+        check_failure_rate(len(failures), started, failures, self.max_failure_rate)
+        # Steps may be too small to tell.
+        check_failure_rate(self.num_failed, self.num_started, failures, self.max_failure_rate)
+
+
+def tables(
+    groups: Sequence[Group], values_PG: Sequence[Sequence[float]], ranks: Ranks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, validity), [P, G] each, of all ranks' groups by position. Collective."""
+    valid = [[reward.valid for reward in group.rewards_G] for group in groups]
+    shares = ranks.gather([*zip((group.position for group in groups), values_PG, valid, strict=True)])
+    rows = sorted(row for share in shares for row in share)
+    return (
+        torch.tensor([values for _, values, _ in rows], dtype=torch.float64),
+        torch.tensor([valid for _, _, valid in rows]),
+    )
