@@ -12,6 +12,15 @@ def small_model() -> Path:
     return Path("models/SmolLM2-135M-Instruct")
 
 
+SLOW_FIRST = ("test_training", "test_stopping", "test_exactness", "test_engine_remote", "test_overlap", "test_update")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes begin, so that no worker is left with one of them at the end."""
+    order = {name: number for number, name in enumerate(SLOW_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
+
 # A machine that is busy with something else is no failure.
 settings.register_profile("collab", deadline=None, max_examples=50)
 settings.load_profile("collab")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -11,23 +9,15 @@ from grpo.advantages import has_signal
 from grpo.background import LoopThread
 from grpo.collect import Collector, tables
 from grpo.config import Config
-from grpo.ranks import Ranks
 from rewards.scoring import Scorer
 from rollout.conversation import Rollout
 from rollout.data import batch_rows, spare_rows
 from rollout.simulator import ScriptedUser
 from rollout.types import Scenario
+from tests.groups import Alone
 from tests.tiny import make_engine, make_model
 
 NUM_SCENARIOS, PROMPTS = 12, 4
-
-
-@dataclass(frozen=True, slots=True)
-class Alone(Ranks):
-    """One rank without a process group."""
-
-    def gather(self, value):
-        return [value]
 
 
 @pytest.fixture(scope="module")
