@@ -21,6 +21,7 @@ from typing import Any
 
 from grpo.evaluate import item_components, item_rewards
 from grpo.recorder import read_rows
+from launch.terminal import printable
 from grpo.statistics import PairedDifference, paired_difference
 
 
@@ -109,7 +110,7 @@ def _conversation_lines(row: dict[str, Any], reward: float, width: int) -> list[
     lines = []
     for message in row["messages"]:
         if message["role"] != "system":
-            said = " ".join(message["content"].split()) or "(nothing)"
+            said = printable(" ".join(message["content"].split())) or "(nothing)"
             lines += [*textwrap.wrap(f"{message['role'].upper()}: {said}", width), ""]
     return [*lines, f"[{row['ended']}, reward {reward:.3f}]"]
 
