@@ -21,8 +21,8 @@ from typing import Any
 
 from grpo.evaluate import item_components, item_rewards
 from grpo.recorder import read_rows
-from launch.terminal import printable
 from grpo.statistics import PairedDifference, paired_difference
+from launch.terminal import printable
 
 
 def summarize(run: Path) -> dict[str, Any]:
