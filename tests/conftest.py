@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {name: number for number, name in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
+
+# Whoever starts the tests in the background may have had Ctrl-C ignored, and their children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A machine that is busy with something else is no failure.
 settings.register_profile("collab", deadline=None, max_examples=50)

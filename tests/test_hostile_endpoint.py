@@ -28,7 +28,7 @@ from rollout.engine import Sampled, SampleRequest, SharedEngine
 from rollout.llm_client import LLMClient
 from rollout.settings import EndpointSettings, RolloutSettings
 from rollout.simulator import LLMUser
-from rollout.types import Conversation, Message, Scenario, Score
+from rollout.types import Conversation, Message, Reply, Scenario, Score
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says
 
 WEIGHTS = {"bleu_score": 1.0, "interactivity": 1.0}
@@ -40,6 +40,9 @@ class ByteChat:
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         return list("".join(f"<{m['role']}>{m['content']}" for m in messages).encode())
+
+    def next_prompt_ids(self, history: Sequence[Message], reply: Reply, said: Message) -> list[int]:
+        return self.prompt_ids([*history, said])
 
     def text(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode()

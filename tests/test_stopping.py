@@ -96,7 +96,7 @@ def test_a_rank_that_dies_takes_the_others_down_instead_of_asking_them_to_finish
 
 
 def test_a_user_that_always_fails_ends_all_ranks_with_the_first_three_errors_and_saves_nothing(tmp_path):
-    faults = itertools.cycle([error(500, "too hot"), error(503, "too busy"), says({"reply": 7})])
+    faults = itertools.cycle([error(500, "too hot"), error(503, "too busy"), says({"reply": " "})])
     with FakeEndpoint(lambda body: next(faults)) as user:
         config = prepare(tmp_path, user.base_url, rollout__group_size=16, rollout__user__endpoint__max_attempts=1)
         with SmallRun(config, num_ranks=2) as run:
