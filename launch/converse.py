@@ -21,7 +21,8 @@ from textwrap import indent
 import torch
 import transformers
 
-from grpo.config import Config, load_config
+from grpo.config import Config
+from grpo.config_file import load_config
 from grpo.evaluate import evaluation_plan
 from grpo.experience import Group, play_and_score, trace_rows
 from grpo.metrics import conversation_metrics

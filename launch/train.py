@@ -24,7 +24,8 @@ import torch
 import transformers
 
 from grpo.background import LoopThread
-from grpo.config import Config, describe_settings, load_config
+from grpo.config import Config
+from grpo.config_file import describe_settings, load_config
 from grpo.ranks import Ranks, end_process
 from grpo.recorder import RunFolder
 from grpo.stopping import Stop

@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from grpo.attention import choose_attention
-from grpo.config import LossSettings, UpdateSettings, load_config
+from grpo.config import LossSettings, UpdateSettings
+from grpo.config_file import load_config
 from grpo.experience import Group
 from grpo.logprobs import LogprobModel
 from grpo.update import Updater

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo.config import load_config
+from grpo.config_file import load_config
 from grpo.presets import PRESETS
 from launch.train import check_inputs
 from rollout.chat import check_context

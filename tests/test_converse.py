@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo.config import load_config
+from grpo.config_file import load_config
 from grpo.recorder import read_rows
 from launch import converse as command
 from launch.converse import choose, converse

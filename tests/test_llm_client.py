@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import pytest
 
-from grpo.config import load_config
+from grpo.config_file import load_config
 from rollout import llm_client
 from rollout.endpoints import REST_S, Address, Balancer, Pace
 from rollout.llm_client import LLMClient, LLMError, Usage

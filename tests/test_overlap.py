@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo.background import LoopThread
-from grpo.config import load_config
+from grpo.config_file import load_config
 from grpo.recorder import read_rows
 from launch.train import check_inputs
 from tests.small_run import SmallRun, prepare

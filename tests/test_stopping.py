@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from grpo.config import BudgetSettings, load_config
+from grpo.config import BudgetSettings
+from grpo.config_file import load_config
 from grpo.recorder import read_rows
 from grpo.stopping import StopSignals, used_up
 from tests.fake_endpoint import FakeEndpoint, error, says

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo.config import EvaluationSettings, load_config
+from grpo.config import EvaluationSettings
+from grpo.config_file import load_config
 from grpo.evaluate import evaluate
 from launch.train import check_inputs
 from rewards.scoring import Scorer

@@ -1,0 +1,179 @@
+"""A run's YAML file: read, overridden, checked once before any model loads; and its faults, put into words.
+
+Unknown keys name the nearest known one. Overrides are `section.key=value` with YAML values; a whole
+section may come from a file of its own: `rewards=configs/rewards/short_replies.yaml`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from grpo.config import Config
+from grpo.presets import PRESETS
+from rollout.settings import without_password
+
+SECTIONS = frozenset(Config.model_fields) - {"preset"}
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads and checks `path`. Raises ValueError, one line per fault, each naming the key and the remedy."""
+    values = _read_yaml(path)
+    for override in overrides:
+        _apply(values, override)
+    values = {name: {} if value is None and name in SECTIONS else value for name, value in values.items()}
+    preset = values.get("preset")
+    values = _merged(PRESETS[preset] if isinstance(preset, str) and preset in PRESETS else {}, values)
+    where = f"{path} with {' '.join(map(_told, overrides))}" if overrides else str(path)
+    try:
+        return Config.model_validate(values)
+    except ValidationError as error:
+        faults = dict.fromkeys(_fault(fault) for fault in error.errors())
+        raise ValueError("\n".join(f"{where}: {fault}" for fault in faults)) from error
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` with what `under` adds to it, section by section."""
+    both = {**under, **over}
+    for name in under.keys() & over.keys():
+        if isinstance(under[name], Mapping) and isinstance(over[name], Mapping):
+            both[name] = _merged(under[name], over[name])
+    return both
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read ({error})") from error
+    try:
+        values = yaml.load(text, _StrictLoader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
+        raise ValueError(f"{path}: not valid YAML ({_told_of_yaml(error)})") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: must be a mapping of sections, such as configs/quickstart.yaml")
+    return values
+
+
+def _told(override: str) -> str:
+    key, equals, value = override.partition("=")
+    return key + equals + without_password(value)
+
+
+def _told_of_yaml(error: Exception) -> str:
+    """It quotes lines of the file, which may hold an address with a password."""
+    return "\n".join(map(without_password, str(error).splitlines()))
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Refuses a key given twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            seen.add(key if isinstance(key, str) else repr(key))
+        return super().construct_mapping(node, deep)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ValueError(f"{_told(override)!r} is not an override; write section.key=value")
+    *sections, last = key.split(".")
+    if not sections and last == "preset":
+        values["preset"] = preset = _value(override, text)
+        if isinstance(preset, str):
+            for section, settings in deepcopy(PRESETS.get(preset, {})).items():
+                if isinstance(values.get(section) or {}, dict):  # else refused with all other faults
+                    values[section] = _merged(values.get(section) or {}, settings)
+        return
+    if not sections:
+        if last not in Config.model_fields:
+            raise ValueError(f"{key}: {_unknown(last, Config)}")
+        try:
+            values[last] = _read_yaml(Path(text))
+        except ValueError as error:
+            raise ValueError(f"{_told(override)!r}: a whole section comes from a YAML file: {error}") from error
+        return
+    for section in sections:
+        if values.get(section) is None:  # absent, or a section with nothing in it
+            values[section] = {}
+        values = values[section]
+        if not isinstance(values, dict):
+            raise ValueError(f"{_told(override)!r}: {section} is not a section")
+    values[last] = _value(override, text)
+
+
+def _value(override: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{_told(override)!r}: the value is not valid YAML ({_told_of_yaml(error)})") from None
+
+
+def _fault(fault: dict[str, Any]) -> str:
+    location = [str(part) for part in fault["loc"]]
+    if location[:2] == ["rewards", "truncated"]:  # pydantic tells of each branch of the union
+        return f"rewards.truncated: {fault['input']!r} will not do: a finite number, score or mask"
+    key = ".".join(location)
+    if fault["type"] == "extra_forbidden":
+        return f"{key}: {_unknown(location[-1], _section(location[:-1]))}"
+    if fault["type"] == "missing":
+        return f"{key}: is missing; add it"
+    if fault["type"] == "model_type":
+        known = ", ".join(_section(location).model_fields)
+        return f"{key}: {fault['input']!r} will not do: it is a section with keys of its own ({known})"
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    quote = " (quote it)" if fault["type"] == "string_type" and isinstance(fault["input"], (int, float)) else ""
+    return f"{key}: {fault['input']!r} will not do: {message[0].lower()}{message[1:]}{quote}"
+
+
+def _unknown(name: str, section: type[BaseModel]) -> str:
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    return "there is no such key; " + (f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}")
+
+
+def _section(location: Sequence[str]) -> type[BaseModel]:
+    section: type[BaseModel] = Config
+    for name in location:
+        section = _section_of(section.model_fields[name].annotation) or section
+    return section
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+
+
+def describe_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """One line per setting: key, default, description."""
+    for name, field in section.model_fields.items():
+        inner = _section_of(field.annotation)
+        if inner:
+            yield from describe_settings(inner, f"{prefix}{name}.")
+            continue
+        default = "required" if field.is_required() else _shown(field.get_default())
+        yield f"  {prefix + name:<46} {default:<16} {field.description}"
+
+
+def _shown(default: Any) -> str:
+    return yaml.safe_dump(
+        str(default) if isinstance(default, Path) else list(default) if isinstance(default, tuple) else default,
+        default_flow_style=True,
+    ).split("\n")[0]
