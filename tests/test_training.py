@@ -82,8 +82,9 @@ def config_file(folder: Path, model: Path, address: str) -> Path:
         "rewards": {
             "weights": {"bleu_score": 1.0, "interactivity": 1.0, "token_amount": -0.1},
             "truncated": 0.0,
-            "judge": role | {"temperature": 0.0, "max_tokens": 256},
-            "max_failure_rate": 0.9,  # a judge of this size fails now and then; what it says is not the point here
+            # Asked again, a judge at temperature 0 says much the same again.
+            "judge": role | {"temperature": 0.0, "max_tokens": 400, "max_attempts": 2},
+            "max_failure_rate": 0.5,  # of twelve conversations, a judge of this size fails in one or two
             "interactivity": {"by": "llm", "step": 0.5},
         },
         "loss": {"kl_coef": 0.001},
@@ -132,15 +133,18 @@ def test_two_steps_with_a_real_user_and_judge(role_server, small_model, tmp_path
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["sampling/logp_gap_mean"] < 1e-3
-        assert step["kl"] >= 0 and step["judge/failure_rate"] < 1
+        assert step["kl"] >= 0
+    assert sum(step["judge/failure_rate"] for step in steps) / 2 <= 0.5
+    assert steps[-1]["total/judge/calls"] >= 2 and steps[-1]["total/judge/completion_tokens"] > 0
     rows = [row for step in (1, 2) for row in read_rows(run / "traces" / f"step_{step:05}.jsonl")]
     talked = [row for row in rows if row["ended"] not in ("length", "simulator_failed") or len(row["reply_tokens"]) > 1]
     assert talked, "no first reply ended by itself"
-    for row in talked:
-        if not row["score"]["failures"]:
-            assert set(row["score"]["values"]) == {"bleu_score", "interactivity", "token_amount"}
-            grades = row["score"]["notes"]["interactivity"]
-            assert {grade["score"] for grade in grades.values()} <= {0, 0.5, 1}
+    judged = [row for row in talked if not row["score"]["failures"]]
+    assert judged, "no conversation was judged without a failure"
+    for row in judged:
+        assert set(row["score"]["values"]) == {"bleu_score", "interactivity", "token_amount"}
+        grades = row["score"]["notes"]["interactivity"]
+        assert {grade["score"] for grade in grades.values()} <= {0, 0.5, 1}
     # The trained folder loads without anything of ours, and so does the checkpoint before it.
     before = AutoModelForCausalLM.from_pretrained(small_model).state_dict()
     after = AutoModelForCausalLM.from_pretrained(run / "model")
