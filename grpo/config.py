@@ -239,7 +239,7 @@ class Config(Section):
         """Longest prompt that leaves room for a whole first reply."""
         return min(self.data.max_prompt_tokens, self.engine.max_context_tokens - self.rollout.max_reply_tokens)
 
-    def check_budget(self, longest_prompt: int) -> None:
+    def check_micro_batch(self, longest_prompt: int) -> None:
         """Raises ValueError where a micro-batch may be too small for what must lie in one.
 
         With all_replies the user's messages count too, and only the context bounds them. A template that rewrites

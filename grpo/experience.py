@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +43,12 @@ class Group:
     @property
     def failures(self) -> list[str]:
         """One line for each conversation that could not be judged."""
-        scores = [score for scores_C in self.scores_GC for score in scores_C]
-        return [
-            f"{name}: {reason}" for score in scores if not score.valid for name, reason in [*score.failures.items()][:1]
-        ]
+        return failure_lines(score.failures for scores_C in self.scores_GC for score in scores_C)
+
+
+def failure_lines(failures: Iterable[Mapping[str, str]]) -> list[str]:
+    """The first failure of each conversation that has any."""
+    return [f"{name}: {reason}" for each in failures for name, reason in [*each.items()][:1]]
 
 
 async def play_and_score(

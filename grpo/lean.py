@@ -1,4 +1,4 @@
-"""The same modules, keeping less for backward: norms and gated MLPs of the Llama family, over half of its activations.
+"""The same modules, keeping less for backward: the norms and gated MLPs of the Llama family.
 
 Autograd keeps the input of every operation. What is cheap to compute again from what is kept anyway is dropped here:
 of a norm its input and one number per token stay, of an MLP its two projections. Values and gradients are unchanged

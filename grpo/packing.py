@@ -175,6 +175,8 @@ def pack(rows: Sequence[_Row], multiple: int = 1) -> PackedBatch:
     input_ids_RL, position_ids_RL = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     segment_RL = torch.full(shape, PADDING)
     predictors: list[int] = []
+    targets: list[int] = []
+    lengths: list[int] = []
     for r, row in enumerate(rows):
         start = len(row.prompt_ids)
         input_ids_RL[r, :start] = torch.tensor(row.prompt_ids)
@@ -187,20 +189,23 @@ def pack(rows: Sequence[_Row], multiple: int = 1) -> PackedBatch:
             position_ids_RL[r, column : column + num] = torch.arange(start, start + num)
             segment_RL[r, column : column + num] = segment
             before = [r * length + start - 1, *range(r * length + column, r * length + column + num - 1)]
-            predictors += [before[index] for index in sequence.trained]
+            trained = sequence.trained
+            predictors += [before[index] for index in trained]
+            targets += [sequence.response_ids[index] for index in trained]
+            lengths.append(len(trained))
             column += num
     flat = [sequence for row in rows for sequence in row.sequences]
-    lengths = torch.tensor([len(sequence.trained) for sequence in flat])
+    lengths_S = torch.tensor(lengths)
     return PackedBatch(
         input_ids_RL=input_ids_RL,
         position_ids_RL=position_ids_RL,
         segment_RL=segment_RL,
         predictor_N=torch.tensor(predictors),
-        target_N=torch.tensor([sequence.response_ids[index] for sequence in flat for index in sequence.trained]),
-        sequence_N=torch.tensor([sequence.number for sequence in flat]).repeat_interleave(lengths),
+        target_N=torch.tensor(targets),
+        sequence_N=torch.tensor([sequence.number for sequence in flat]).repeat_interleave(lengths_S),
         sampler_logprobs_N=torch.tensor([logprob for sequence in flat for logprob in sequence.sampler_logprobs]),
-        advantages_N=torch.tensor([sequence.advantage for sequence in flat]).repeat_interleave(lengths),
-        weights_N=torch.tensor([sequence.weight for sequence in flat]).repeat_interleave(lengths),
+        advantages_N=torch.tensor([sequence.advantage for sequence in flat]).repeat_interleave(lengths_S),
+        weights_N=torch.tensor([sequence.weight for sequence in flat]).repeat_interleave(lengths_S),
     )
 
 

@@ -6,7 +6,6 @@ Where it departs from the papers is said in the modules it calls: `grpo.advantag
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import socket
@@ -25,7 +24,7 @@ from grpo.checkpoint import save_model_folder
 from grpo.collect import Batch, Collector, tables
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
-from grpo.experience import Group, trace_rows
+from grpo.experience import Group, failure_lines, trace_rows
 from grpo.metrics import conversation_metrics, sampled_tokens, summed
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
@@ -63,7 +62,6 @@ class Trainer:
         self.ahead: Batch | None = None
         """The next step's batch, where it was sampled during the last update."""
         self.engine = parts.rollout.engine.engine
-        self.max_gap = max_gap(parts.policy.dtype)
         self.updater = Updater(
             parts.policy,
             parts.reference,
@@ -72,7 +70,7 @@ class Trainer:
             mini_batch_prompts=config.mini_batch_prompts,
             max_reply_tokens=config.rollout.max_trained_tokens,
             train_on=config.rollout.train_on,
-            max_gap=self.max_gap,
+            max_gap=max_gap(parts.policy.dtype),
             ranks=ranks,
         )
         self.started = time.monotonic()
@@ -180,10 +178,12 @@ class Trainer:
 
         # ── update ──
         with timer.phase("update"):
-            # Replies of older weights differ by more than rounding, and how much is what the correction is for.
-            on_policy = batch.weight_version == self.collector.weight_version
-            self.updater.max_gap = self.max_gap if on_policy else math.inf
-            metrics = self.updater.update(groups, own_advantages, config.rollout.prompts_per_step)
+            metrics = self.updater.update(
+                groups,
+                own_advantages,
+                config.rollout.prompts_per_step,
+                on_policy=batch.weight_version == self.collector.weight_version,
+            )
             if mean_kl is not None:
                 metrics["kl"] = mean_kl
 
@@ -267,7 +267,7 @@ class Trainer:
         if self.recorder:
             self.recorder.evaluation(evaluation)
         rows = evaluation.rows  # of all ranks
-        failures = [f"{name}: {why}" for row in rows for name, why in [*row["score"]["failures"].items()][:1]]
+        failures = failure_lines(row["score"]["failures"] for row in rows)
         check_failure_rate(len(failures), len(rows), failures, self.config.rewards.max_failure_rate)
         if self.recorder:
             tqdm.write(f"step {step}: held-out reward {evaluation.reward:.3f}")

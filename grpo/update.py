@@ -94,9 +94,19 @@ class Updater:
         self.train_on: TrainOn = train_on
 
     def update(
-        self, groups: Sequence[Group], advantages_PG: Sequence[Sequence[float]], num_prompts: int
+        self,
+        groups: Sequence[Group],
+        advantages_PG: Sequence[Sequence[float]],
+        num_prompts: int,
+        *,
+        on_policy: bool = True,
     ) -> dict[str, float]:
-        """One pass over this rank's groups of a step of `num_prompts` prompts; metrics of the step. Collective."""
+        """One pass over this rank's groups of a step of `num_prompts` prompts; metrics of the step. Collective.
+
+        Replies that older weights sampled (not `on_policy`) differ by more than rounding, and how much is what the
+        correction is for: only a gap that is no number stops the run then.
+        """
+        max_gap = self.max_gap if on_policy else math.inf
         mini_batches = [
             self._plan(
                 self._sequences(
@@ -119,7 +129,7 @@ class Updater:
         norms = []
         for mini_batch, old_logprobs in zip(steps, old, strict=True):
             self._accumulate(mini_batch, old_logprobs, tally)
-            check_gap(tally.means(self.ranks)["gap"], self.max_gap)
+            check_gap(tally.means(self.ranks)["gap"], max_gap)
             norm, metrics["update/lr"] = self.policy.step()
             metrics["update/optimizer_steps"] += 1
             metrics["update/skipped_steps"] += norm == float("inf") or norm != norm
@@ -192,7 +202,7 @@ class Updater:
         return _MiniBatch([*packed, *idle], chunks, [True] * len(packed) + [False] * len(idle))
 
     def _batches(self, mini_batch: _MiniBatch) -> Iterator[tuple[PackedBatch, int]]:
-        """Its micro-batches on the device, with the number of pieces for the head."""
+        """Its micro-batches on the device, with the number of chunks for the head."""
         for batch, chunks in zip(mini_batch.micro_batches, mini_batch.num_chunks, strict=True):
             yield batch.to(self.ranks.device), chunks
 

@@ -24,9 +24,9 @@ import yaml
 from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, DynamicCache
 
-import rollout
 from launch.terminal import drop_output, printable
 from rollout.chat import Chat
+from rollout.prompting import system_prompt
 from rollout.types import Message
 
 COMMANDS = """\
@@ -37,7 +37,6 @@ COMMANDS = """\
 /quit                end, as Ctrl-D does; Ctrl-C stops the reply that is being written
 A space before a slash makes the line a message."""
 INTERRUPTED = 130
-SHIPPED_PROMPTS = Path(rollout.__file__).parent / "prompts"
 
 
 class Model:
@@ -206,10 +205,10 @@ def run_system_prompt(folder: Path) -> tuple[str, str]:
             prompt = section.get("system_prompt") if isinstance(section, dict) else None
             if not isinstance(prompt, str):
                 break
-            found = [path for path in (f"{SHIPPED_PROMPTS}/system_{prompt}.txt", prompt) if os.path.isfile(path)]
-            if not found:
-                raise ValueError(f"{file}: there is no system prompt {prompt}; give one in --system")
-            return text_or_file(found[0]), f" (of {file})"
+            try:
+                return system_prompt(prompt), f" (of {file})"
+            except ValueError as error:
+                raise ValueError(f"{file}: there is no system prompt {prompt}; give one in --system") from error
     return "", ""
 
 

@@ -101,7 +101,7 @@ def read_inputs(config: Config) -> Inputs:
         raise ValueError(f"data.validation: {config.data.validation} is the training file; hold other rows out")
     train, longest = scenarios(config.data.train)
     validation, _ = scenarios(config.data.validation) if config.data.validation else ([], 0)
-    config.check_budget(longest)
+    config.check_micro_batch(longest)
     per_epoch = steps_per_epoch(len(train), config.rollout.prompts_per_step)
     total_steps = config.run.steps or config.run.epochs * per_epoch
     if config.rollout.dynamic_sampling.max_rounds and len(train) == config.rollout.prompts_per_step:

@@ -108,7 +108,7 @@ def build_engine(
     if kind == "remote":
         from rollout.engine_remote import RemoteEngine
 
-        return RemoteEngine(settings, model_folder, dtype, device, stop_ids)
+        return RemoteEngine(settings, stop_ids)
     from rollout.engine_transformers import TransformersEngine
 
     return TransformersEngine(settings, model_folder, dtype, device, stop_ids)

@@ -13,7 +13,6 @@ import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rollout.engine import Sampled, SampleRequest, Weights
-from rollout.policy_server import WHOLE_DISTRIBUTION, PolicyServer, read_key, reason_of
+from rollout.policy_server import WHOLE_DISTRIBUTION, PolicyServer
 from rollout.settings import EngineSettings
 
 REPLY_TIMEOUT_S = 3600.0
@@ -36,20 +35,14 @@ class RemoteEngine:
 
     name = "remote"
 
-    def __init__(
-        self,
-        settings: EngineSettings,
-        model_folder: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        stop_ids: tuple[int, ...],
-    ):
+    def __init__(self, settings: EngineSettings, stop_ids: tuple[int, ...]):
+        """The server has the model, and devices of its own."""
         self.max_context_tokens = settings.max_context_tokens
         self.stop_ids = list(stop_ids)
         self._weights_folder = settings.weights_folder
         self._server = PolicyServer(settings)
         self._model = self._server.model()
-        self._replies = openai.AsyncOpenAI(base_url=settings.base_url, api_key=read_key(settings), max_retries=2)
+        self._replies = openai.AsyncOpenAI(**self._server.connection | {"max_retries": 2})
         self._slots = asyncio.Semaphore(settings.max_concurrent_replies)
         self._calls: dict[int, Future[Sampled]] = {}
         self._loop = asyncio.new_event_loop()
@@ -92,7 +85,9 @@ class RemoteEngine:
                     "/completions", cast_to=object, body=body, options={"timeout": REPLY_TIMEOUT_S}
                 )
         except openai.APIError as error:
-            raise RuntimeError(f"{self._server.where} gave no reply ({reason_of(error)}); see its log") from None
+            raise RuntimeError(
+                f"{self._server.where} gave no reply ({self._server.reason_of(error)}); see its log"
+            ) from None
         return _sampled(answer)
 
     def push_weights(self, weights: Weights) -> None:
@@ -118,8 +113,9 @@ class RemoteEngine:
                     "perhaps for somebody else; give the trainer a server of its own"
                 )
         except openai.APIError as error:
+            reason = self._server.reason_of(error)
             raise RuntimeError(
-                f"{self._server.where} did not load the weights from {folder} ({reason_of(error)}); see its log"
+                f"{self._server.where} did not load the weights from {folder} ({reason}); see its log"
             ) from None
         finally:
             shutil.rmtree(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import openai
 from transformers import AutoConfig
 
+from rollout.endpoints import Address, presentable, read_key
 from rollout.settings import EngineSettings
 
 SERVE = (
@@ -37,9 +37,12 @@ class PolicyServer:
     """The calls that are not replies, each of which waits for its answer. Raises openai.APIError."""
 
     def __init__(self, settings: EngineSettings):
-        self.where = f"engine.base_url: the policy's server at {settings.base_url}"
-        self._root = settings.base_url.rstrip("/").removesuffix("/v1")
-        self._client = openai.OpenAI(base_url=settings.base_url, api_key=read_key(settings), max_retries=0)
+        address = Address(settings.base_url, read_key("engine", settings.api_key_env))
+        self.where = f"engine.base_url: the policy's server at {address.shown}"
+        self.connection = address.connection
+        self._present = presentable(address.secrets)
+        self._root = self.connection["base_url"].rstrip("/").removesuffix("/v1")
+        self._client = openai.OpenAI(**self.connection)
 
     def model(self) -> str:
         """What the server calls its model."""
@@ -62,6 +65,9 @@ class PolicyServer:
         answer = self._client.post("/completions", cast_to=object, body=body, options={"timeout": CHECK_TIMEOUT_S})
         return answer["choices"][0]["logprobs"]["top_logprobs"][0]
 
+    def reason_of(self, error: openai.APIError) -> str:
+        return self._present(str(error.__cause__ or error.message))
+
     def close(self) -> None:
         self._client.close()
 
@@ -74,7 +80,7 @@ def check_server(settings: EngineSettings, model_folder: Path, dtype: str) -> No
         _check_workers(server, settings, model_folder, dtype)
         _check_logprobs(server, model)
     except openai.APIError as error:
-        raise ValueError(f"{server.where} refused a check ({reason_of(error)}); see the server's log") from None
+        raise ValueError(f"{server.where} refused a check ({server.reason_of(error)}); see the server's log") from None
     finally:
         server.close()
 
@@ -89,7 +95,7 @@ def _served_model(server: PolicyServer, settings: EngineSettings) -> str:
             remedy = "set engine.api_key_env to the environment variable that holds a valid key"
         raise ValueError(f"{server.where} answered HTTP {error.status_code}; {remedy}") from None
     except openai.APIConnectionError as error:
-        raise ValueError(f"{server.where} cannot be reached ({reason_of(error)}); {remedy}") from None
+        raise ValueError(f"{server.where} cannot be reached ({server.reason_of(error)}); {remedy}") from None
     except (openai.OpenAIError, ValueError, LookupError, TypeError):
         raise ValueError(f"{server.where} is not a vLLM server; {remedy}") from None
     if max_tokens < settings.max_context_tokens:
@@ -152,19 +158,3 @@ def _check_logprobs(server: PolicyServer, model: str) -> None:
             f"{server.where} gives log-probs that are not of the tempered distribution; start it with "
             "--logprobs-mode processed_logprobs"
         )
-
-
-def read_key(settings: EngineSettings) -> str:
-    """Raises ValueError where the key's variable is not set."""
-    if settings.api_key_env is None:
-        return "none"  # not None: the package would send OPENAI_API_KEY, to whatever server this is
-    key = os.environ.get(settings.api_key_env, "").strip()
-    if not key:
-        raise ValueError(
-            "engine.api_key_env: names no environment variable that is set; export the key in one, or set it to null"
-        )
-    return key
-
-
-def reason_of(error: openai.APIError) -> str:
-    return str(error.__cause__ or error.message)[:300]

@@ -58,7 +58,33 @@ class DataSettings(Section):
     )
 
 
-class EngineSettings(Section):
+class ServedSection(Section):
+    """A section with `base_url` (one address, several or None) and `api_key_env`, whose credentials are never shown."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return (self.base_url,) if isinstance(self.base_url, str) else self.base_url or ()
+
+    @model_validator(mode="after")
+    def _one_way_to_prove_who_asks(self) -> ServedSection:
+        if self.api_key_env is not None and any("@" in urlsplit(address).netloc for address in self.addresses):
+            raise ValueError(
+                "a password in base_url and a key from api_key_env cannot both be sent: "
+                "they use the same HTTP header; remove one"
+            )
+        return self
+
+    @field_serializer("base_url", when_used="json", check_fields=False)
+    def _without_passwords(self, base_url: str | tuple[str, ...] | None) -> str | list[str] | None:
+        """What is written into a run's folder."""
+        shown = [*map(without_password, self.addresses)]
+        return shown[0] if isinstance(base_url, str) else shown or None
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        return self.model_dump(mode="json").items()
+
+
+class EngineSettings(ServedSection):
     kind: Literal["auto", "vllm", "transformers", "remote"] = Field(
         "auto", description="what generates; auto takes vLLM where it is installed, remote a vLLM server elsewhere"
     )
@@ -93,7 +119,7 @@ class EngineSettings(Section):
         return self
 
 
-class EndpointSettings(Section):
+class EndpointSettings(ServedSection):
     """An OpenAI-compatible server that plays a role, or several that share its calls."""
 
     base_url: str | tuple[str, ...] = Field(
@@ -110,10 +136,6 @@ class EndpointSettings(Section):
         None, ge=1, description="requests per minute and rank, over all addresses, retries too; null: no limit"
     )
     thinking: bool = Field(False, description="let the model think (chat_template_kwargs.enable_thinking)")
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        return (self.base_url,) if isinstance(self.base_url, str) else self.base_url
 
     @model_validator(mode="before")
     @classmethod
@@ -134,23 +156,6 @@ class EndpointSettings(Section):
         if twice:
             raise ValueError(f"{without_password(twice[0])!r} is in the list twice; remove one")
         return addresses
-
-    @model_validator(mode="after")
-    def _one_way_to_prove_who_asks(self) -> EndpointSettings:
-        if self.api_key_env is not None and any("@" in urlsplit(address).netloc for address in self.addresses):
-            raise ValueError(
-                "a password in base_url and a key from api_key_env cannot both be sent: "
-                "they use the same HTTP header; remove one"
-            )
-        return self
-
-    @field_serializer("base_url", when_used="json")
-    def _without_passwords(self, base_url: str | tuple[str, ...]) -> str | list[str]:
-        """What is written into a run's folder."""
-        return without_password(base_url) if isinstance(base_url, str) else list(map(without_password, base_url))
-
-    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        return self.model_dump(mode="json").items()
 
 
 def without_password(address: str) -> str:

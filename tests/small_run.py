@@ -18,14 +18,8 @@ import yaml
 from grpo.recorder import read_rows
 from tests.fake_endpoint import MODEL
 from tests.tiny import make_model
+from tests.torchrun import QUIET
 
-QUIET = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "GOMP_SPINCOUNT": "0",
-    "KMP_BLOCKTIME": "0",
-    "CUDA_VISIBLE_DEVICES": "",
-}
 PROMPTS = [f"hello what do you say about the {word} ?" for word in ("bees", "roof", "winter", "help")]
 
 
@@ -78,7 +72,7 @@ class SmallRun:
         self._mark = uuid.uuid4().hex
         self.process = subprocess.Popen(
             [sys.executable, "-m", *(torchrun if num_ranks > 1 else []), module, "--config", str(config)],
-            env=os.environ | QUIET | environment | {"SMALL_RUN": self._mark},
+            env=os.environ | QUIET | {"CUDA_VISIBLE_DEVICES": ""} | environment | {"SMALL_RUN": self._mark},
             stdout=self._output.open("wb"),
             stderr=subprocess.STDOUT,
         )

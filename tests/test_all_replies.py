@@ -264,13 +264,13 @@ def test_the_longest_a_sample_trains_on_counts_the_replies_that_can_be():
 
 def test_a_budget_that_may_not_hold_a_conversation_is_refused_before_anything_loads():
     config = load_config(QUICKSTART, ["rollout.train_on=all_replies", "update.max_tokens_per_micro_batch=768"])
-    config.check_budget(longest_prompt=20)  # the context is 768 tokens
+    config.check_micro_batch(longest_prompt=20)  # the context is 768 tokens
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch: 767 is less than a conversation .* 768 tokens"):
-        load_config(QUICKSTART, ["rollout.train_on=all_replies", "update.max_tokens_per_micro_batch=767"]).check_budget(
-            20
-        )
+        load_config(
+            QUICKSTART, ["rollout.train_on=all_replies", "update.max_tokens_per_micro_batch=767"]
+        ).check_micro_batch(20)
     with pytest.raises(ValueError, match=r"2 contexts, since the loss averages over it\), 1536 tokens"):
         load_config(
             QUICKSTART,
             ["rollout.train_on=all_replies", "update.max_tokens_per_micro_batch=768", "loss.variant=gspo"],
-        ).check_budget(20)
+        ).check_micro_batch(20)

@@ -305,12 +305,26 @@ def test_a_key_that_is_not_set_is_told(tmp_path, monkeypatch):
         check_server(settings_for("http://127.0.0.1:9/v1", tmp_path, api_key_env="POLICY_KEY"), tmp_path, "float32")
 
 
+def test_a_password_in_the_address_is_shown_nowhere(tmp_path):
+    with FakeEndpoint() as endpoint:
+        address = endpoint.base_url.replace("http://", "http://me:hunter2@")
+        settings = settings_for(address, tmp_path)
+        with pytest.raises(ValueError, match=r"\*\*\*@127.0.0.1.* is not a vLLM server") as told:
+            check_server(settings, tmp_path, "float32")
+    assert "hunter2" not in str(told.value) + repr(settings) + settings.model_dump_json()
+    assert settings.base_url == address
+
+
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
         ({"kind": "remote"}, "needs engine.base_url and engine.weights_folder"),
         ({"kind": "remote", "base_url": "server:8000", "weights_folder": "w"}, "is no address"),
         ({"base_url": "http://127.0.0.1:8000/v1"}, "base_url is read with kind: remote only"),
+        (
+            {"kind": "remote", "base_url": "http://me:pw@h/v1", "weights_folder": "w", "api_key_env": "KEY"},
+            "cannot both be sent",
+        ),
     ],
 )
 def test_settings_of_a_server_come_together_and_with_its_kind(given, problem):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 
 from grpo.ranks import Ranks, end_process
@@ -24,7 +23,7 @@ def main() -> None:
     ranks = Ranks.join()
     own_folder = folder / f"rank-{ranks.rank}"
     settings = EngineSettings(kind="remote", base_url=address, weights_folder=own_folder, max_context_tokens=256)
-    engine = RemoteEngine(settings, model, torch.float32, ranks.device, stop_ids=(1,))
+    engine = RemoteEngine(settings, stop_ids=(1,))
     for pushed in (model, new_model):
         weights = load_file(pushed / "model.safetensors")
         left = iter(weights.items())
