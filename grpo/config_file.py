@@ -65,7 +65,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _told(override: str) -> str:
     key, equals, value = override.partition("=")
-    return key + equals + without_password(value)
+    return key + equals + without_password(value) if equals else without_password(override)
 
 
 def _told_of_yaml(error: Exception) -> str:
@@ -74,7 +74,9 @@ def _told_of_yaml(error: Exception) -> str:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Refuses a key given twice, of which YAML would silently keep the last."""
+    """Refuses what YAML would silently read otherwise than it looks: a key given twice, of which it keeps the last,
+    and 1:30, which is 90 to it.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -86,6 +88,23 @@ class _StrictLoader(yaml.SafeLoader):
                 )
             seen.add(key if isinstance(key, str) else repr(key))
         return super().construct_mapping(node, deep)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        return super().construct_yaml_int(_not_base_60(node))
+
+    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
+        return super().construct_yaml_float(_not_base_60(node))
+
+
+def _not_base_60(node: yaml.ScalarNode) -> yaml.ScalarNode:
+    if ":" in node.value:
+        problem = f"{node.value} is a number to base 60 in YAML; write it out, or quote it if it is a text"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return node
+
+
+_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
+_StrictLoader.add_constructor("tag:yaml.org,2002:float", _StrictLoader.construct_yaml_float)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -106,7 +125,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
         try:
             values[last] = _read_yaml(Path(text))
         except ValueError as error:
-            raise ValueError(f"{_told(override)!r}: a whole section comes from a YAML file: {error}") from error
+            raise ValueError(
+                f"{_told(override)!r}: a whole section comes from a YAML file: {without_password(str(error))}"
+            ) from None
         return
     for section in sections:
         if values.get(section) is None:  # absent, or a section with nothing in it
@@ -119,7 +140,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 def _value(override: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _StrictLoader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{_told(override)!r}: the value is not valid YAML ({_told_of_yaml(error)})") from None
 
@@ -129,18 +150,19 @@ def _fault(fault: dict[str, Any]) -> str:
     if location[:2] == ["rewards", "truncated"]:  # pydantic tells of each branch of the union
         return f"rewards.truncated: {fault['input']!r} will not do: a finite number, score or mask"
     key = ".".join(location)
+    given = without_password(repr(fault["input"]))
     if fault["type"] == "extra_forbidden":
         return f"{key}: {_unknown(location[-1], _section(location[:-1]))}"
     if fault["type"] == "missing":
         return f"{key}: is missing; add it"
     if fault["type"] == "model_type":
         known = ", ".join(_section(location).model_fields)
-        return f"{key}: {fault['input']!r} will not do: it is a section with keys of its own ({known})"
+        return f"{key}: {given} will not do: it is a section with keys of its own ({known})"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{key}: {message}" if key else message
     quote = " (quote it)" if fault["type"] == "string_type" and isinstance(fault["input"], (int, float)) else ""
-    return f"{key}: {fault['input']!r} will not do: {message[0].lower()}{message[1:]}{quote}"
+    return f"{key}: {given} will not do: {message[0].lower()}{message[1:]}{quote}"
 
 
 def _unknown(name: str, section: type[BaseModel]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,8 +31,6 @@ RUN_ENTRIES = frozenset(
     "tensorboard traces evaluations checkpoints model model.part".split()
 )
 """Everything that lies in a run's folder; nothing else is ever removed."""
-_PASSWORD = re.compile(r"(://[^/\s:@]*):[^/\s@]+@")
-"""Of an address, which no file of a run may hold."""
 
 
 class RunFolder:
@@ -99,7 +96,7 @@ class Recorder:
         for name in ("traces", "evaluations", "checkpoints"):
             (folder.path / name).mkdir(parents=True)
         values = config.model_dump(mode="json")
-        text = _PASSWORD.sub(r"\1:***@", yaml.safe_dump(values, sort_keys=False))
+        text = yaml.safe_dump(values, sort_keys=False)
         (folder.path / "config.yaml").write_text(text, encoding="utf-8")
         (folder.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
         self._tensorboard = SummaryWriter(folder.path / "tensorboard")

@@ -73,7 +73,8 @@ def read_inputs(config: Config) -> Inputs:
     for note in config.without_effect():
         say(f"note: {note}")
     engine, reason = choose_engine(config.engine)
-    if config.rollout.overlap == "one_step" and config.engine.sleep and torch.cuda.is_available():
+    sleeps = config.engine.sleep and engine != "remote" and torch.cuda.is_available()
+    if config.rollout.overlap == "one_step" and sleeps:
         raise ValueError(
             "rollout.overlap: one_step samples during the update, when the engine would sleep; set engine.sleep=false "
             "(and engine.gpu_memory_utilization to what the update leaves), or rollout.overlap=none"

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSettings, without_password
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 """(name in the Hugging Face checkpoint, whole tensor); every engine consumes it to the end."""
@@ -84,7 +84,7 @@ def weight_mark(tensor: torch.Tensor) -> float:
 def choose_engine(settings: EngineSettings) -> tuple[Literal["vllm", "transformers", "remote"], str]:
     """The engine `settings.kind` stands for, and why. Raises ValueError where it cannot be had."""
     if settings.kind == "remote":
-        return "remote", f"vLLM at {settings.base_url}"
+        return "remote", f"vLLM at {without_password(settings.base_url)}"
     missing = importlib.util.find_spec("vllm") is None
     if settings.kind == "vllm" and missing:
         raise ValueError(

@@ -88,7 +88,10 @@ class RemoteEngine:
             raise RuntimeError(
                 f"{self._server.where} gave no reply ({self._server.reason_of(error)}); see its log"
             ) from None
-        return _sampled(answer)
+        try:
+            return _sampled(answer)
+        except (LookupError, TypeError):
+            raise RuntimeError(f"{self._server.where} gave something else than a reply; see its log") from None
 
     def push_weights(self, weights: Weights) -> None:
         """Collective where there are several ranks. Raises RuntimeError where the server does not take them."""

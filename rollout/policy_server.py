@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import uuid
 from pathlib import Path
@@ -81,6 +82,8 @@ def check_server(settings: EngineSettings, model_folder: Path, dtype: str) -> No
         _check_logprobs(server, model)
     except openai.APIError as error:
         raise ValueError(f"{server.where} refused a check ({server.reason_of(error)}); see the server's log") from None
+    except (json.JSONDecodeError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{server.where} answered a check as no vLLM server does; start it with {SERVE}") from None
     finally:
         server.close()
 
@@ -111,9 +114,10 @@ def _check_workers(server: PolicyServer, settings: EngineSettings, model_folder:
     try:
         settings.weights_folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
-        answers = server.call_workers("served", path=str(probe.resolve()))
     except OSError as error:
         raise ValueError(f"engine.weights_folder: cannot write in {settings.weights_folder} ({error})") from None
+    try:
+        answers = server.call_workers("served", path=str(probe.resolve()))
     except openai.NotFoundError:
         raise ValueError(
             f"{server.where} takes no weights: it does not run in vLLM's development mode; start it with {SERVE}"
@@ -130,7 +134,7 @@ def _check_workers(server: PolicyServer, settings: EngineSettings, model_folder:
             f"{server.where} splits the model over {len(answers)} GPUs, so no weight can be compared; start it with "
             "--tensor-parallel-size 1"
         )
-    (served,) = answers
+    served = answers[0]
     if not served["sees_path"]:
         raise ValueError(
             f"engine.weights_folder: the policy's server does not see {settings.weights_folder.resolve()}; name a "

@@ -260,6 +260,38 @@ def test_a_budget_below_the_longest_prompt_and_reply_is_refused(tmp_path, small_
         check_inputs(load_config(QUICKSTART, [*settings, f"data.validation={rows}"]))
 
 
+@pytest.mark.parametrize("hours", ["1:30", "1:30.5"])
+def test_a_number_that_yaml_reads_to_base_60_is_refused(tmp_path, hours):
+    with pytest.raises(ValueError, match=f"{hours} is a number to base 60"):
+        load_config(QUICKSTART, [f"run.budget.hours={hours}"])
+    (tmp_path / "hours.yaml").write_text(f"run: {{name: a, budget: {{hours: {hours}}}}}\n")
+    with pytest.raises(ValueError, match=f"{hours} is a number to base 60"):
+        load_config(tmp_path / "hours.yaml")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "engine.base_url=[http://me:hunter2@h:1/v1]",
+        "rewards.judge=[http://me:hunter2@h:1/v1]",
+        "rollout.user=http://me:hunter2@h:1/v1",
+        "rollout.user.endpoint=[{base_url: 'http://me:hunter2@h:1/v1'}]",
+        "rollout.user.endpoint.model={u: 'http://me:hunter2@h:1/v1'}",
+        "engine=http://me:hunter2@h:1/v1",
+        "http://me:hunter2@h",
+    ],
+)
+def test_an_address_in_the_wrong_place_is_not_quoted_with_its_password(override):
+    with pytest.raises(ValueError) as told:
+        load_config(QUICKSTART, [override])
+    assert "hunter2" not in str(told.value) and "***@" in str(told.value)
+
+
+def test_an_override_may_not_give_a_key_twice_either():
+    with pytest.raises(ValueError, match="the key 'bleu_score' is given twice"):
+        load_config(QUICKSTART, ["rewards.weights={bleu_score: 1, bleu_score: 2}"])
+
+
 def test_a_key_given_twice_is_refused(tmp_path):
     (tmp_path / "twice.yaml").write_text("run: {name: a}\nrun: {name: b}\n")
     with pytest.raises(ValueError, match="the key 'run' is given twice"):

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from grpo.sync import push_weights
-from rollout.engine import SampleRequest, SharedEngine, build_engine
+from rollout.engine import SampleRequest, SharedEngine, build_engine, choose_engine
 from rollout.policy_server import check_server
 from rollout.settings import EngineSettings
 from tests.fake_endpoint import FakeEndpoint
@@ -256,6 +256,10 @@ FAULTS = {
         lambda path, body: (path, body | {"kwargs": {"path": "/nowhere"}}) if path == "/collective_rpc" else None,
         "engine.weights_folder: the policy's server does not see",
     ),
+    "another kind of answer": (
+        lambda path, body: ("/reset_prefix_cache", body) if path == "/collective_rpc" else None,
+        "answered a check as no vLLM server does; start it with VLLM_SERVER_DEV_MODE=1",
+    ),
     "a key": (lambda path, body: 401, "set engine.api_key_env"),
 }
 
@@ -266,6 +270,12 @@ def test_a_server_that_cannot_play_the_policy_is_refused_with_the_remedy(server,
     change, remedy = FAULTS[fault]
     with Proxy(server, faulty(change)) as address, pytest.raises(ValueError, match=remedy):
         check_server(settings_for(address, tmp_path), models[0], "float32")
+
+
+@needs_vllm
+def test_a_weights_folder_that_is_a_file_is_told(server, models):
+    with pytest.raises(ValueError, match="engine.weights_folder: cannot write in README.md"):
+        check_server(settings_for(server, Path("README.md")), models[0], "float32")
 
 
 @needs_vllm
@@ -311,7 +321,7 @@ def test_a_password_in_the_address_is_shown_nowhere(tmp_path):
         settings = settings_for(address, tmp_path)
         with pytest.raises(ValueError, match=r"\*\*\*@127.0.0.1.* is not a vLLM server") as told:
             check_server(settings, tmp_path, "float32")
-    assert "hunter2" not in str(told.value) + repr(settings) + settings.model_dump_json()
+    assert "hunter2" not in f"{told.value}{settings!r}{settings.model_dump_json()}{choose_engine(settings)}"
     assert settings.base_url == address
 
 

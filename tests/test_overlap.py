@@ -15,6 +15,7 @@ from grpo.background import LoopThread
 from grpo.config_file import load_config
 from grpo.recorder import read_rows
 from launch.train import check_inputs
+from rollout.settings import EngineSettings
 from tests.small_run import SmallRun, prepare
 
 STEPS = 4
@@ -121,3 +122,7 @@ def test_an_engine_on_a_gpu_may_not_sleep_while_it_samples(tmp_path, monkeypatch
     with pytest.raises(ValueError, match="set engine.sleep=false"):
         check_inputs(config)
     check_inputs(config.model_copy(update={"engine": config.engine.model_copy(update={"sleep": False})}))
+    address = {"base_url": "http://127.0.0.1:9/v1", "weights_folder": tmp_path}
+    remote = EngineSettings(kind="remote", max_context_tokens=192, **address)
+    with pytest.raises(ValueError, match="cannot be reached"):  # which is all that is wrong: it has a GPU of its own
+        check_inputs(config.model_copy(update={"engine": remote}))

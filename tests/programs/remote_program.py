@@ -31,6 +31,7 @@ def main() -> None:
         assert next(left, None) is None  # gathering is collective, so every rank goes to the end
         held = {round(mark, 6) for names, mark in engine.fingerprint() if names == (NAME,)}
         assert held == {round(weight_mark(weights[NAME]), 6)}, held
+        ranks.gather(None)  # the next push must not come before everybody has looked
     shares = ranks.gather(own_folder.exists())
     assert shares == [True] + [False] * (ranks.world_size - 1), shares
     engine.close()
