@@ -19,10 +19,11 @@ setup(
     install_requires=[
         "accelerate>=1.15,<2",
         "deepspeed>=0.19.8,<0.20",
+        "httpx2>=2.12,<3",
         "json-repair>=0.64,<1",
         "jsonschema>=4.23",
         "numpy>=2.0",
-        "openai>=2.25",
+        "openai>=3.57,<4",  # before 3 it stood on httpx
         "pyarrow>=15",
         "pydantic>=2.12,<3",
         "pyyaml>=6",

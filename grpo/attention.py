@@ -65,10 +65,20 @@ def choose_attention(
         reason = f"one sequence per row, since the model has {own_masks or 'attention of its own'}"
         return PackedAttention("own", 0.0, implementation, reason)
     if device.type == "cuda" and wanted == "auto" and architecture._supports_flex_attn:
+        _allow_many_shapes()
         return PackedAttention("flex", 0.0, "flex_attention", "replies share their prompt's row (FlexAttention)")
     if wanted == "auto" and architecture._supports_attention_backend:
         return PackedAttention("prefix", 0.0, PREFIX_ATTENTION, "replies share their prompt's row (prefix attention)")
     return PackedAttention("dense", _pair_cost(config), "sdpa", "replies share their prompt's row (dense mask)")
+
+
+def _allow_many_shapes() -> None:
+    """Lets torch compile FlexAttention for all the shapes of a run: with and without gradients, one row and several,
+    one block and many. Beyond its limit of 8 it would compute whole score matrices, with no more than a warning.
+
+    The default is changed, since a setting counts in its own thread alone, and autograd recomputes in another.
+    """
+    torch._dynamo.config._config["recompile_limit"].default = 64
 
 
 def _why_own_masks(config: PretrainedConfig) -> str | None:

@@ -5,25 +5,37 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
 from grpo.policy import Policy
 
+GENERATION_CONFIG = "generation_config.json"
 
-def save_model_folder(policy: Policy, source: Path, folder: Path) -> None:
-    """Writes the whole model, with the tokenizer, chat template and generation config of `source`.
 
-    Collective; only the main rank writes, beside `folder`, and renames at the end: a folder is whole or
-    absent.
+class ModelWriter:
+    """Writes whole models, with the tokenizer, chat template and generation config of the folder they began with.
+
+    Those are read once, at the start: what becomes of that folder during a run costs no trained weights.
     """
-    state = policy.state_on_main()
-    if policy.ranks.is_main:
-        part = folder.with_name(folder.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        policy.causal_lm.save_pretrained(part, state_dict=state)
-        AutoTokenizer.from_pretrained(source).save_pretrained(part)
-        if (source / "generation_config.json").exists():
-            GenerationConfig.from_pretrained(source).save_pretrained(part)
-        shutil.rmtree(folder, ignore_errors=True)
-        part.rename(folder)
-    policy.ranks.gather(None)  # nobody goes on before it is there
+
+    def __init__(self, policy: Policy, source: Path):
+        self._policy = policy
+        self._tokenizer = AutoTokenizer.from_pretrained(source)
+        file = source / GENERATION_CONFIG
+        self._generation_config = file.read_bytes() if file.exists() else None
+
+    def save(self, folder: Path) -> None:
+        """Collective; only the main rank writes, beside `folder`, and renames at the end: it is whole or absent."""
+        state = self._policy.state_on_main()
+        if self._policy.ranks.is_main:
+            part = folder.with_name(folder.name + ".part")
+            shutil.rmtree(part, ignore_errors=True)
+            self._policy.causal_lm.save_pretrained(part, state_dict=state)
+            self._tokenizer.save_pretrained(part)
+            if self._generation_config is not None:  # as it is: transformers loads some that it refuses to write
+                (part / GENERATION_CONFIG).write_bytes(self._generation_config)
+            else:  # an empty one would hide the end of sequence that config.json names
+                (part / GENERATION_CONFIG).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            part.rename(folder)
+        self._policy.ranks.gather(None)  # nobody goes on before it is there

@@ -14,7 +14,7 @@ from grpo.config import Config
 from grpo.experience import Group, play_and_score
 from grpo.metrics import role_counts
 from grpo.ranks import Ranks
-from rewards.scoring import Scorer, check_failure_rate
+from rewards.scoring import FAILURES_TOLD, Scorer, check_failure_rate
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.data import batch_rows, spare_rows
 from rollout.llm_client import LLMClient
@@ -52,18 +52,17 @@ class Collector:
         self.ranks, self.runner = ranks, runner
         self.weight_version = -1
         """Of the weights in the engine: how often trained weights were pushed; 0 are those the run began with."""
-        self.counted = self._counts()
+        self.counted = self.counts()
         """All that this rank's clients and engine did, up to the last `new_counts`."""
         self.num_started, self.num_failed = 0, 0
+        self.first_failures: list[str] = []
 
     def start(self, step: int, wanted: Mapping[int, int] | None = None) -> Future[list[Group]]:
         """This rank's share of a step's conversations, which go on by themselves. Not collective.
 
         `wanted`: position in the batch → row of the data; None: the step's own.
         """
-        plan = RolloutPlan(
-            self.sampling.group_size, self.sampling.continuations, self.sampling.temperature, self.seed, step
-        )
+        plan = RolloutPlan.of_training(self.sampling, self.seed, step)
         wanted = dict(enumerate(self._rows(step))) if wanted is None else wanted
         own = [(position, self.train[row]) for position, row in wanted.items()]
         own = own[self.ranks.rank :: self.ranks.world_size]
@@ -99,10 +98,11 @@ class Collector:
 
     def new_counts(self) -> dict[str, float]:
         """What the roles' servers and the engine did for this rank since this was last called."""
-        before, self.counted = self.counted, self._counts()
+        before, self.counted = self.counted, self.counts()
         return {name: count - before.get(name, 0.0) for name, count in self.counted.items()}
 
-    def _counts(self) -> dict[str, float]:
+    def counts(self) -> dict[str, float]:
+        """All of it so far."""
         engine = self.rollout.engine
         return role_counts(self.clients) | {
             "policy/prompt_tokens": float(engine.num_prompt_tokens),
@@ -120,9 +120,10 @@ class Collector:
         failures = [failure for _, failed in shares for failure in failed]
         self.num_started += started
         self.num_failed += len(failures)
+        self.first_failures = [*dict.fromkeys(self.first_failures + failures)][:FAILURES_TOLD]
         check_failure_rate(len(failures), started, failures, self.max_failure_rate)
         # Steps may be too small to tell.
-        check_failure_rate(self.num_failed, self.num_started, failures, self.max_failure_rate)
+        check_failure_rate(self.num_failed, self.num_started, self.first_failures, self.max_failure_rate)
 
 
 def tables(

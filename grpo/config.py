@@ -17,7 +17,9 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class BudgetSettings(Section):
-    """Training stops after the step that used up any of these, and saves the model."""
+    """Training stops after the step that used up any of these, or the next where that was sampled already, and saves
+    the model.
+    """
 
     user_tokens: int | None = Field(
         None, ge=1, description="tokens; read and written by the simulated user's server in all; null: any number"
@@ -216,19 +218,28 @@ class Config(Section):
         single = self.mini_batch_prompts == self.rollout.prompts_per_step
         on_policy = "old and new log-probs are the same with one optimizer step per batch (update.mini_batch_prompts)"
         no_kl = "there is no KL penalty (loss.kl_coef: 0)"
+        remote = "the policy's server is started with settings of its own (engine.kind: remote)"
+        none_held_out = "no prompts are held out (data.validation: null)"
         reasons = {
-            "correction_cap": loss.correction == "none" and "nothing is corrected (loss.correction: none)",
-            "kl_estimator": (loss.kl_coef == 0 and no_kl)
+            "loss.correction_cap": loss.correction == "none" and "nothing is corrected (loss.correction: none)",
+            "loss.kl_estimator": (loss.kl_coef == 0 and no_kl)
             or (loss.kl_in_reward and "the reward takes the sum of k1 (loss.kl_placement: in_reward)"),
-            "kl_placement": loss.kl_coef == 0 and no_kl,
-            "clip_low": single and on_policy,
-            "clip_high": single and on_policy,
-            "dual_clip": single and on_policy,
+            "loss.kl_placement": loss.kl_coef == 0 and no_kl,
+            **{f"loss.{name}": single and on_policy for name in ("clip_low", "clip_high", "dual_clip")},
+            **{
+                f"engine.{name}": self.engine.kind == "remote" and remote
+                for name in ("gpu_memory_utilization", "cpu_kv_cache_gib", "sleep", "eager")
+            },
+            **{
+                f"evaluation.{name}": not self.data.validation and none_held_out
+                for name in EvaluationSettings.model_fields
+            },
         }
-        for name, reason in reasons.items():
-            value = getattr(loss, name)
-            if reason and value != LossSettings.model_fields[name].default:
-                yield f"loss.{name}: {value} has no effect: {reason}"
+        for key, reason in reasons.items():
+            section, name = key.split(".")
+            value = getattr(getattr(self, section), name)
+            if reason and value != type(getattr(self, section)).model_fields[name].default:
+                yield f"{key}: {value} has no effect: {reason}"
 
     @property
     def mini_batch_prompts(self) -> int:

@@ -21,15 +21,12 @@ from grpo.config import Config
 from grpo.presets import PRESETS
 from rollout.settings import without_password
 
-SECTIONS = frozenset(Config.model_fields) - {"preset"}
-
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Reads and checks `path`. Raises ValueError, one line per fault, each naming the key and the remedy."""
     values = _read_yaml(path)
     for override in overrides:
         _apply(values, override)
-    values = {name: {} if value is None and name in SECTIONS else value for name, value in values.items()}
     preset = values.get("preset")
     values = _merged(PRESETS[preset] if isinstance(preset, str) and preset in PRESETS else {}, values)
     where = f"{path} with {' '.join(map(_told, overrides))}" if overrides else str(path)
@@ -44,8 +41,8 @@ def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]
     """`over` with what `under` adds to it, section by section."""
     both = {**under, **over}
     for name in under.keys() & over.keys():
-        if isinstance(under[name], Mapping) and isinstance(over[name], Mapping):
-            both[name] = _merged(under[name], over[name])
+        if isinstance(under[name], Mapping) and isinstance(over[name], Mapping | None):  # None: a heading alone
+            both[name] = _merged(under[name], over[name] or {})
     return both
 
 

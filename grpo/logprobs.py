@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 from grpo.attention import PackedAttention
 from grpo.packing import PackedBatch
 
-CHUNK_LOGITS = 2**25
-"""Most logits of one chunk (128 MiB of float32): the head's products are faster the more tokens it takes at once."""
+CHUNK_LOGITS = {"cpu": 2**25, "cuda": 2**27}
+"""Most logits of one chunk, by device: 128 or 512 MiB of float32. The head's products are faster the more tokens it
+takes at once, and ZeRO-3 gathers it for every chunk."""
 
 
 class LogprobModel(nn.Module):
@@ -35,7 +36,7 @@ class LogprobModel(nn.Module):
 
     def num_chunks(self, batch: PackedBatch) -> int:
         """How many chunks of at most `CHUNK_LOGITS` a micro-batch needs."""
-        tokens = max(1, CHUNK_LOGITS // self.causal_lm.get_output_embeddings().out_features)
+        tokens = max(1, CHUNK_LOGITS[self.causal_lm.device.type] // self.causal_lm.get_output_embeddings().out_features)
         return -(-batch.target_N.numel() // tokens)
 
     def forward(self, batch: PackedBatch, num_chunks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

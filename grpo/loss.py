@@ -33,10 +33,10 @@ def kl_penalty(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor, estimator
     if estimator == "k2":
         return 0.5 * d_N.square()
     if estimator == "k3":
-        return d_N.exp() - d_N - 1
+        return d_N.expm1() - d_N
     if estimator == "low_var_kl":
         d_N = d_N.clamp(-20, 20)
-        return (d_N.exp() - d_N - 1).clamp(-10, 10)
+        return (d_N.expm1() - d_N).clamp(-10, 10)
     raise ValueError(f"unknown KL estimator {estimator!r}; known: k1, k2, k3, low_var_kl")
 
 

@@ -59,13 +59,14 @@ def sampled_tokens(rows: Sequence[Mapping[str, Any]]) -> int:
 def role_counts(clients: Mapping[str, LLMClient]) -> dict[str, float]:
     """`<role>/<count>` of what this rank's clients did so far.
 
-    `seconds` are in flight, summed over calls: parallel ones count each. `failures/<kind>` are tries without a usable
-    answer, by kind of LLMError, of the kinds there were.
+    `seconds` are in flight, summed over calls: parallel ones count each. `errors/<kind>` are tries without a usable
+    answer, `failures/<kind>` questions given up, by kind of LLMError, of the kinds there were.
     """
     counts = {}
     for role, client in clients.items():
         counts |= {f"{role}/{name}": float(getattr(client.counts, name)) for name in COUNTED}
-        counts |= {f"{role}/failures/{kind}": float(number) for kind, number in client.counts.errors.items()}
+        for name in ("errors", "failures"):
+            counts |= {f"{role}/{name}/{kind}": float(n) for kind, n in getattr(client.counts, name).items()}
     return counts
 
 

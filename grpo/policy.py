@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for others first, and warn about each
@@ -220,6 +220,7 @@ def _load(
         dtype=getattr(torch, model.dtype),
         attn_implementation=attention.implementation,
     )
+    causal_lm.generation_config = GenerationConfig()  # nothing generates with it, and it need not be fit to be saved
     del sharding
     return causal_lm, attention
 

@@ -113,11 +113,12 @@ def attend(
     prefix_layout: PrefixLayout,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function as transformers calls it: what the heads read, [R, L, H, X], X the head size."""
+    """An attention function as transformers calls it: what the heads read, [R, L, H, X], X the head size of
+    the values."""
     layout = prefix_layout
-    rows, heads, length, head_dim = query_RHLX.shape
+    rows, heads, length, _ = query_RHLX.shape
     slots = [
-        layout.to_slots(states.transpose(1, 2).reshape(rows * length, -1)).unflatten(1, (-1, head_dim))
+        layout.to_slots(states.transpose(1, 2).reshape(rows * length, -1)).unflatten(1, (-1, states.shape[-1]))
         for states in (query_RHLX, key_RHLX, value_RHLX)
     ]
     sizes = [layout.num_rows * layout.prompt_length, *(len(b.row_B) * b.reply_length for b in layout.blocks)]
@@ -133,7 +134,7 @@ def attend(
             for prompt, own in ((key_RPHX, key), (value_RPHX, value))
         )
         read.append(_attend(query.unflatten(0, shape), key_BKHX, value_BKHX, scaling, attn_mask=block.bias_B1DK))
-    return layout.to_tokens(torch.cat(read)).view(rows, length, heads, head_dim), None
+    return layout.to_tokens(torch.cat(read)).view(rows, length, heads, -1), None
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, **mask: Any) -> torch.Tensor:

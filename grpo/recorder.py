@@ -1,8 +1,11 @@
 """What a run leaves behind: metrics, TensorBoard, traces, evaluations. Only the main rank writes.
 
 runs/NAME/config.yaml               the settings, overrides applied, without passwords
+runs/NAME/system_prompt.txt         what all training prompts begin with, if they do
 runs/NAME/environment.json          engine, ranks, device and versions
 runs/NAME/metrics.jsonl             one line per step
+runs/NAME/totals.json               calls, tokens and failures of each role, and the policy's prompt tokens, over the
+                                    whole run, evaluations included
 runs/NAME/tensorboard/              the same for TensorBoard
 runs/NAME/traces/step_00001.jsonl   every conversation of the step, with scores and advantages
 runs/NAME/evaluations/step_00000.jsonl
@@ -27,7 +30,7 @@ from grpo.config import Config
 from grpo.evaluate import Evaluation
 
 RUN_ENTRIES = frozenset(
-    "config.yaml environment.json metrics.jsonl summary.json "
+    "config.yaml system_prompt.txt environment.json metrics.jsonl totals.json summary.json "
     "tensorboard traces evaluations checkpoints model model.part".split()
 )
 """Everything that lies in a run's folder; nothing else is ever removed."""
@@ -77,6 +80,10 @@ class RunFolder:
     def model(self) -> Path:
         return self.path / "model"
 
+    @property
+    def system_prompt(self) -> Path:
+        return self.path / "system_prompt.txt"
+
     def checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step_{step:05}"
 
@@ -90,7 +97,8 @@ class RunFolder:
 class Recorder:
     """Writes into a run's folder, which it empties first; every line is on disk before the next step."""
 
-    def __init__(self, folder: RunFolder, config: Config, environment: Mapping[str, Any]):
+    def __init__(self, folder: RunFolder, config: Config, environment: Mapping[str, Any], system_prompt: str | None):
+        """`system_prompt`: what all training prompts begin with, which talking to the model needs too."""
         self.folder = folder
         folder.empty()
         for name in ("traces", "evaluations", "checkpoints"):
@@ -99,6 +107,8 @@ class Recorder:
         text = yaml.safe_dump(values, sort_keys=False)
         (folder.path / "config.yaml").write_text(text, encoding="utf-8")
         (folder.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+        if system_prompt is not None:
+            folder.system_prompt.write_text(system_prompt, encoding="utf-8")
         self._tensorboard = SummaryWriter(folder.path / "tensorboard")
 
     def step(self, step: int, metrics: Mapping[str, float], traces: Iterable[dict[str, Any]]) -> None:
@@ -114,7 +124,8 @@ class Recorder:
         self._tensorboard.add_scalar("evaluation/reward", evaluation.reward, evaluation.step)
         self._tensorboard.flush()
 
-    def close(self) -> None:
+    def close(self, totals: Mapping[str, float]) -> None:
+        (self.folder.path / "totals.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
         self._tensorboard.close()
 
 

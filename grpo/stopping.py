@@ -66,7 +66,7 @@ class StopSignals:
             patience = "; torchrun kills what is not done within its --shutdown-timeout" if self._echoes else ""
             self._say(
                 f"{number.name}: finishing the phase that runs, then saving the model and stopping (again: stop at "
-                f"once, and lose the step that runs{patience})"
+                f"once, and keep only what run.save_every saved{patience})"
             )
         elif not (self._echoes and number == self.received and time.monotonic() - self._received_at < ECHO_S):
             self._say(f"{number.name} again: stopped at once; what earlier steps wrote is in {self._folder}")

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from grpo.advantages import group_advantages, has_signal
 from grpo.background import LoopThread
-from grpo.checkpoint import save_model_folder
+from grpo.checkpoint import ModelWriter
 from grpo.collect import Batch, Collector, tables
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
@@ -30,10 +30,11 @@ from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
 from grpo.recorder import Recorder, RunFolder, Timer
 from grpo.stopping import Stop, StopSignals, used_up
-from grpo.sync import max_gap, push_weights
+from grpo.sync import EngineDrift, max_gap, push_weights
 from grpo.update import Updater
-from rewards.scoring import Scorer, check_failure_rate
+from rewards.scoring import Scorer, TooManyFailures, check_failure_rate
 from rollout.conversation import Rollout
+from rollout.data import common_system_prompt
 from rollout.llm_client import LLMClient
 from rollout.types import Scenario
 
@@ -61,7 +62,10 @@ class Trainer:
         self.overlaps = config.rollout.overlap == "one_step"
         self.ahead: Batch | None = None
         """The next step's batch, where it was sampled during the last update."""
+        self.spent: str | None = None
+        """Which part of the budget is used up, once one is; the same on all ranks."""
         self.engine = parts.rollout.engine.engine
+        self.writer = ModelWriter(parts.policy, config.model.path)
         self.updater = Updater(
             parts.policy,
             parts.reference,
@@ -70,34 +74,42 @@ class Trainer:
             mini_batch_prompts=config.mini_batch_prompts,
             max_reply_tokens=config.rollout.max_trained_tokens,
             train_on=config.rollout.train_on,
-            max_gap=max_gap(parts.policy.dtype),
+            max_gap=max_gap(parts.policy.dtype, ranks.device),
             ranks=ranks,
         )
         self.started = time.monotonic()
         self.num_done = 0
         """Steps that were trained and recorded."""
+        self.num_saved = 0
+        """Those of them that the model folder holds."""
         self.folder = RunFolder(config)
-        self.recorder = Recorder(self.folder, config, self.environment()) if ranks.is_main else None
+        system = common_system_prompt(parts.train)
+        self.recorder = Recorder(self.folder, config, self.environment(), system) if ranks.is_main else None
 
     def train(self) -> Stop | None:
         """Trains to the last step, or until a signal or the budget ends it sooner: then says so, by what it returns.
 
-        Either way the model folder holds the weights of the last step that was done.
+        Either way, and where it ends with a fault that all ranks meet, the model folder holds what was trained.
         """
-        stop = None
+        stop = fault = None
         with self._signals() as self.signals:
             try:
                 self._train()
             except Stop as early:
                 stop = early
-            if self.num_done:
-                save_model_folder(self.parts.policy, self.config.model.path, self.folder.model)
+            except (TooManyFailures, EngineDrift, FloatingPointError) as error:  # on all ranks alike
+                fault = error
+            self._save_model()
+            totals = summed(self.ranks.gather(self.collector.counts()))
             if self.recorder:
-                self.recorder.close()
-                if stop:
+                self.recorder.close(totals)
+                if stop or fault:
+                    reason = stop.reason if stop else "stopped by a fault"
                     kept = f"the model as it is then: {self.folder.model}" if self.num_done else "nothing to save"
-                    tqdm.write(f"{stop.reason}; {self.num_done} of {self.total_steps} steps are done, {kept}")
+                    tqdm.write(f"{reason}; {self.num_done} of {self.total_steps} steps are done, {kept}")
             self.ranks.gather(None)  # torchrun ends all ranks when the first one does, and the main one still writes
+        if fault:
+            raise fault
         return stop
 
     def _train(self) -> None:
@@ -107,14 +119,24 @@ class Trainer:
             for step in range(1, self.total_steps + 1):
                 bar.set_postfix_str(self.step(step), refresh=False)
                 bar.update()
-                is_last = step == self.total_steps
-                self.boundary(None if is_last else used_up(self.config.run.budget, self.totals, self.hours))
-                if not is_last:
-                    if self.config.run.save_every and step % self.config.run.save_every == 0:
-                        save_model_folder(self.parts.policy, self.config.model.path, self.folder.checkpoint(step))
-                    if self.config.evaluation.every and step % self.config.evaluation.every == 0:
-                        self.evaluate(step)
+                self.boundary()
+                if step == self.total_steps:
+                    break
+                self.spent = self.spent or self._spent()
+                if self.spent and not self.ahead:  # what is paid for already is trained on
+                    raise Stop(f"stopped: {self.spent}", 0)
+                if self.config.run.save_every and step % self.config.run.save_every == 0:
+                    self.writer.save(self.folder.checkpoint(step))
+                if self.config.evaluation.every and step % self.config.evaluation.every == 0 and not self.spent:
+                    self.evaluate(step)
+        self._save_model()  # whatever the last evaluation meets
         self.evaluate(self.total_steps)
+
+    def _save_model(self) -> None:
+        """Collective. Does nothing where no step was done since the last time."""
+        if self.num_saved < self.num_done:
+            self.writer.save(self.folder.model)
+            self.num_saved = self.num_done
 
     def _signals(self) -> StopSignals:
         own_host, hosts = socket.gethostname(), self.ranks.gather((socket.gethostname(), os.getpid()))
@@ -125,23 +147,22 @@ class Trainer:
             echoes="TORCHELASTIC_RUN_ID" in os.environ,
         )
 
-    def boundary(self, spent: str | None = None) -> None:
-        """Between two phases: ends training where any rank received a signal, or has `spent` its budget.
+    def boundary(self) -> None:
+        """Between two phases: ends training where any rank received a signal.
 
         Collective, so that all ranks end at the same one. Raises Stop.
         """
-        asked = self.signals.received
-        own = (f"stopped by {asked.name}", 128 + asked) if asked else (f"stopped: {spent}", 0) if spent else None
-        for wish in self.ranks.gather(own):
-            if wish:
-                raise Stop(*wish)
+        for asked in self.ranks.gather(self.signals.received):
+            if asked:
+                raise Stop(f"stopped by {asked.name}", 128 + asked)
 
-    @property
-    def hours(self) -> float:
-        return (time.monotonic() - self.started) / 3600
+    def _spent(self) -> str | None:
+        """Collective, since clocks differ."""
+        hours = (time.monotonic() - self.started) / 3600
+        return next(filter(None, self.ranks.gather(used_up(self.config.run.budget, self.totals, hours))), None)
 
     def push_weights(self) -> None:
-        push_weights(self.parts.policy, self.engine)
+        push_weights(self.parts.policy.weights(), self.engine)
         self.collector.weight_version += 1
 
     def _progress_bar(self) -> tqdm:
@@ -167,7 +188,7 @@ class Trainer:
             batch, self.ahead = self.ahead or self.collector.collect(step), None
         self.boundary()
         groups, playing = batch.groups, None
-        if self.overlaps and step < self.total_steps:
+        if self.overlaps and step < self.total_steps and not self.spent:
             playing = self.collector.start(step + 1)
         else:
             self.engine.sleep()
@@ -188,9 +209,13 @@ class Trainer:
                 metrics["kl"] = mean_kl
 
         # ── overlap ── the next batch is whole before the weights that sample it leave the engine
+        too_many = None
         if playing:
             with timer.phase("rollout"):
-                self.ahead = self.collector.collect(step + 1, playing)
+                try:
+                    self.ahead = self.collector.collect(step + 1, playing)
+                except TooManyFailures as failures:
+                    too_many = failures  # this step is finished first
 
         # ── sync ── what is sampled next is sampled from the new weights
         with timer.phase("sync"):
@@ -217,6 +242,8 @@ class Trainer:
         if self.recorder:
             self.recorder.step(step, metrics, traces)
         self.num_done = step
+        if too_many:
+            raise too_many
         return _progress(metrics)
 
     def advantages(self, groups: Sequence[Group]) -> tuple[list[list[float]], list[list[float] | None], float | None]:

@@ -32,7 +32,10 @@ from rollout.settings import TrainOn
 
 
 class Tally:
-    """Sums over response tokens, added up over micro-batches and ranks, divided once at the end."""
+    """Sums over response tokens, added up over micro-batches and ranks, divided once at the end.
+
+    Of the tokens that went through the policy: without KL and entropy terms, replies without advantage do not.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
@@ -153,8 +156,6 @@ class Updater:
             if is_own:
                 for number, total in enumerate(sequence_sums(k1_N, batch.sequence_N).tolist()):
                     sums[number] += total
-        if not all(map(math.isfinite, sums)):
-            raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
         kl_PG = [[0.0] * len(group.rewards_G) for group in groups]
         totals = iter(sums)
         for kl_G, samples in zip(kl_PG, samples_P, strict=True):
@@ -162,6 +163,8 @@ class Updater:
                 kl_G[sample.position] = next(totals)
         num_tokens = sum(sample.num_tokens for samples in samples_P for sample in samples)
         kl, tokens = self.ranks.total([sum(sums), num_tokens])
+        if not math.isfinite(kl):  # on all ranks alike
+            raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
         return kl_PG, kl / max(tokens, 1)
 
     def _sequences(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> list[TrainSequence]:

@@ -20,13 +20,11 @@ from pathlib import Path
 
 import torch
 import transformers
-import yaml
 from jinja2 import TemplateError
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from launch.terminal import drop_output, printable
 from rollout.chat import Chat
-from rollout.prompting import system_prompt
 from rollout.types import Message
 
 COMMANDS = """\
@@ -192,23 +190,15 @@ def text_or_file(value: str) -> str:
 def run_system_prompt(folder: Path) -> tuple[str, str]:
     """The system prompt of the run that a model's folder lies in, "" where there is none, and where it stands.
 
-    Raises ValueError where the run's settings cannot be read.
+    Raises ValueError where its file cannot be read.
     """
     for run in folder.resolve().parents[:2]:  # runs/NAME/model, runs/NAME/checkpoints/step_00010
-        file = run / "config.yaml"
-        if file.is_file():
+        file = run / "system_prompt.txt"
+        if file.is_file() and (run / "config.yaml").is_file():
             try:
-                values = yaml.safe_load(file.read_text(encoding="utf-8"))
-            except (OSError, ValueError, yaml.YAMLError) as error:
+                return file.read_text(encoding="utf-8"), f" (of {file})"
+            except (OSError, UnicodeDecodeError) as error:
                 raise ValueError(f"{file} cannot be read ({error}); give the system prompt in --system") from error
-            section = values.get("rollout") if isinstance(values, dict) else None
-            prompt = section.get("system_prompt") if isinstance(section, dict) else None
-            if not isinstance(prompt, str):
-                break
-            try:
-                return system_prompt(prompt), f" (of {file})"
-            except ValueError as error:
-                raise ValueError(f"{file}: there is no system prompt {prompt}; give one in --system") from error
     return "", ""
 
 

@@ -20,6 +20,7 @@ from textwrap import indent
 
 import torch
 import transformers
+from transformers import AutoModelForCausalLM
 
 from grpo.config import Config
 from grpo.config_file import load_config
@@ -28,6 +29,7 @@ from grpo.experience import Group, play_and_score, trace_rows
 from grpo.metrics import conversation_metrics
 from grpo.ranks import end_process
 from grpo.recorder import write_rows
+from grpo.sync import push_weights
 from launch.terminal import drop_output, printable
 from launch.train import Inputs, build_rollout, build_scorer, fail, read_inputs, say, settings_parser
 from rewards.scoring import ReplyReward, Scorer
@@ -47,18 +49,20 @@ def choose(config: Config, inputs: Inputs, split: str, n: int) -> tuple[list[Sce
     if split == "validation":
         scenarios, plan = inputs.validation, evaluation_plan(config.evaluation, config.run.seed)
     else:
-        scenarios = inputs.train
-        plan = RolloutPlan(1, config.rollout.continuations, config.rollout.temperature, config.run.seed, STEP)
-    return scenarios[:n], replace(plan, continuations=min(1, plan.continuations))
+        scenarios, plan = inputs.train, RolloutPlan.of_training(config.rollout, config.run.seed, STEP)
+    return scenarios[:n], replace(plan, group_size=1, continuations=min(1, plan.continuations))
 
 
 def converse(
     config: Config, inputs: Inputs, scenarios: Sequence[Scenario], plan: RolloutPlan, out: Path | None
-) -> None:
+) -> list[Group]:
     """Plays and shows one conversation per scenario, then the summary: after Ctrl-C or a fault, of what was played."""
     transformers.utils.logging.disable_progress_bar()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rollout = build_rollout(config, inputs, device)
+    if config.engine.kind == "remote":  # its server holds what was pushed last
+        model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
+        push_weights(iter(model.state_dict().items()), rollout.engine.engine)
     groups: list[Group] = []
 
     def show(group: Group) -> None:
@@ -72,10 +76,11 @@ def converse(
         finally:
             for client in inputs.clients.values():
                 runner.run(client.close())
-            if out:
+            if out and groups:
                 write_rows(out, [row for group in groups for row in trace_rows(group, STEP)])
             say("\n".join(summary(config, inputs, groups, rollout.engine.num_tokens)))
     rollout.engine.close()
+    return groups
 
 
 async def play(
@@ -182,12 +187,14 @@ def main() -> None:
         inputs = read_inputs(config)
         scenarios, plan = choose(config, inputs, options.split, options.n)
         if options.out:
-            reserve(options.out)
+            check_new(options.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     try:
-        converse(config, inputs, scenarios, plan, options.out)
+        groups = converse(config, inputs, scenarios, plan, options.out)
     except KeyboardInterrupt:
         end_process(INTERRUPTED)
     except BrokenPipeError:  # of the summary, whatever went before
@@ -195,13 +202,19 @@ def main() -> None:
         end_process(1)
     except Exception as error:
         fail(error)
+    failures = [failure for group in groups for failure in group.failures]
+    if len(failures) == len(groups):
+        servers = "the servers of rollout.user and rewards.judge, their max_tokens and their timeout_s"
+        print(f"error: no conversation could be judged ({failures[0]}); check {servers}", file=sys.stderr)
+        end_process(1)
     end_process()
 
 
-def reserve(file: Path) -> None:
-    """Creates `file`. Raises ValueError where it cannot be, or exists."""
+def check_new(file: Path) -> None:
+    """Raises ValueError where `file` exists, or cannot be written."""
     try:
         file.touch(exist_ok=False)
+        file.unlink()
     except OSError as error:
         raise ValueError(f"--out: {file} cannot be written ({error.strerror}); name a new file") from error
 

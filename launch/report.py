@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import yaml
+
 from grpo.evaluate import item_components, item_rewards
 from grpo.recorder import read_rows
 from grpo.statistics import PairedDifference, paired_difference
@@ -27,7 +29,7 @@ from launch.terminal import printable
 
 def summarize(run: Path) -> dict[str, Any]:
     """The run in figures. Raises ValueError where `run` holds no finished run."""
-    if not (run / "metrics.jsonl").exists() or not (run / "environment.json").exists():
+    if not all((run / name).exists() for name in ("metrics.jsonl", "environment.json", "config.yaml")):
         raise ValueError(f"{run} holds no run, or one without a single step; give a folder such as runs/quickstart")
     steps = read_rows(run / "metrics.jsonl")
     try:
@@ -35,6 +37,8 @@ def summarize(run: Path) -> dict[str, Any]:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{run}/metrics.jsonl is not of a run of ours: it has no {error}") from error
     held_out = compare_evaluations(run)
+    totals = json.loads((run / "totals.json").read_text()) if (run / "totals.json").exists() else {}
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     return {
         "run": str(run),
         "engine": json.loads((run / "environment.json").read_text())["engine"],
@@ -42,6 +46,8 @@ def summarize(run: Path) -> dict[str, Any]:
         "minutes_training": sum(step["time/step"] for step in steps) / 60,
         "reward_first_2": fmean(rewards[:2]) if rewards else float("nan"),
         "reward_last_5": fmean(rewards[-5:]) if rewards else float("nan"),
+        "totals": totals,
+        "held_out_temperature": config["evaluation"]["temperature"],
         "held_out": {name: asdict(row) for name, row in held_out.items()},
         "held_out_t": held_out["reward"].t if held_out else None,
     }
@@ -68,15 +74,25 @@ def print_report(run: Path, summary: dict[str, Any]) -> None:
     minutes, first, last = (summary[key] for key in ("minutes_training", "reward_first_2", "reward_last_5"))
     print(f"\n{summary['steps']} steps with the {summary['engine']} engine, {minutes:.1f} minutes of training")
     print(f"training reward: {first:.3f} (first 2 steps) -> {last:.3f} (last 5 steps)")
+    totals = summary["totals"]
+    for role in ("user", "judge"):
+        if calls := totals.get(f"{role}/calls"):
+            failed = sum(number for name, number in totals.items() if name.startswith(f"{role}/failures/"))
+            read, written = totals[f"{role}/prompt_tokens"], totals[f"{role}/completion_tokens"]
+            print(f"{role}: {calls:.0f} questions, {failed:.0f} failed; {read:.0f} tokens read, {written:.0f} written")
     if summary["held_out"]:
         n = next(iter(summary["held_out"].values()))["n"]
-        print(f"\nheld-out conversations ({n} items, most likely tokens)")
+        temperature = summary["held_out_temperature"]
+        sampled = f"temperature {temperature:g}" if temperature else "most likely tokens"
+        print(f"\nheld-out conversations ({n} items, {sampled})")
         print(f"  {'':<16}{'before':>9}{'after':>9}{'difference':>12}{'std. error':>12}{'paired t':>10}")
         for name, row in summary["held_out"].items():
             t = f"{row['t']:>10.2f}" if row["t"] is not None and math.isfinite(row["t"]) else f"{'-':>10}"
             means = f"{row['before']:>9.3f}{row['after']:>9.3f}{row['difference']:>+12.3f}"
             print(f"  {name:<16}{means}{row['standard_error']:>12.3f}{t}")
         print_side_by_side(run)
+    else:
+        print("\nheld-out conversations: fewer than two evaluations share items that could be judged, so no comparison")
     print("\nwhere things are")
     for what, path in (
         ("trained model (Hugging Face folder)", run / "model"),

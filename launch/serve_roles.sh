@@ -88,15 +88,21 @@ request.build_opener(request.ProxyHandler({})).open('http://$address:$1/health',
 wait_until_ready() {
   local i deadline=$((SECONDS + READY_TIMEOUT_S))
   for i in "${!pids[@]}"; do
-    until healthy "${ports[i]}"; do
-      if ! kill -0 "${pids[i]}" 2>/dev/null; then
-        tail -n 20 "$LOG_DIR/${names[i]}.log" >&2
-        fail "${names[i]} did not start; above is the end of $LOG_DIR/${names[i]}.log"
-      fi
+    until all_alive && healthy "${ports[i]}"; do
       ((SECONDS < deadline)) ||
         fail "${names[i]} is not ready after $READY_TIMEOUT_S s (READY_TIMEOUT_S); see $LOG_DIR/${names[i]}.log"
       sleep 1
     done
+  done
+}
+
+all_alive() {  # ends the script where one is not
+  local i
+  for i in "${!pids[@]}"; do
+    if ! kill -0 "${pids[i]}" 2>/dev/null; then
+      tail -n 20 "$LOG_DIR/${names[i]}.log" >&2
+      fail "${names[i]} did not start; above is the end of $LOG_DIR/${names[i]}.log"
+    fi
   done
 }
 
@@ -106,6 +112,7 @@ mkdir -p "$LOG_DIR"
 
 if $small; then
   SMALL_MODEL=${SMALL_MODEL:-models/SmolLM2-135M-Instruct}
+  SMALL_MODEL=${SMALL_MODEL%/}
   USER_MODEL=${SMALL_MODEL##*/} JUDGE_MODEL=${SMALL_MODEL##*/} JUDGE_PORT=$USER_PORT
   # One server for both roles: two would fight for the cores. And none of its threads spins while it waits, because
   # the training runs beside it.
@@ -116,6 +123,7 @@ if $small; then
     --enforce-eager --dtype float32 --max-num-seqs 32
 else
   USER_MODEL=${USER_MODEL:-Qwen/Qwen3.5-9B} JUDGE_MODEL=${JUDGE_MODEL:-Qwen/Qwen3.5-27B}
+  [[ $USER_PORT != "$JUDGE_PORT" ]] || fail "USER_PORT and JUDGE_PORT are both $USER_PORT; choose another for one"
   # shellcheck disable=SC2086  # USER_ARGS and JUDGE_ARGS are lists of options
   serve_on_gpus user "$USER_PORT" "$USER_MODEL" "${USER_GPUS:-0}" ${USER_ARGS:-}
   # shellcheck disable=SC2086

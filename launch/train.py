@@ -33,7 +33,7 @@ from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rollout.chat import Chat, check_context
 from rollout.conversation import Rollout, User
-from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
+from rollout.data import fit_prompts, has_system_prompt, read_scenarios, steps_per_epoch, with_system_prompt
 from rollout.engine import SharedEngine, build_engine, choose_engine
 from rollout.llm_client import LLMClient
 from rollout.policy_server import check_server
@@ -73,7 +73,7 @@ def read_inputs(config: Config) -> Inputs:
     for note in config.without_effect():
         say(f"note: {note}")
     engine, reason = choose_engine(config.engine)
-    sleeps = config.engine.sleep and engine != "remote" and torch.cuda.is_available()
+    sleeps = config.engine.sleep and engine == "vllm" and torch.cuda.is_available()
     if config.rollout.overlap == "one_step" and sleeps:
         raise ValueError(
             "rollout.overlap: one_step samples during the update, when the engine would sleep; set engine.sleep=false "
@@ -89,7 +89,9 @@ def read_inputs(config: Config) -> Inputs:
     def scenarios(path: Path) -> tuple[list[Scenario], int]:
         rows = read_scenarios(path, need_reference=need_reference, user=config.rollout.user.kind)
         if system is not None:
-            rows = with_system_prompt(rows, system, path)
+            if own := sum(map(has_system_prompt, rows)):
+                say(f"note: {path}: rollout.system_prompt takes the place of the system messages of {own} prompts")
+            rows = with_system_prompt(rows, system)
         kept, longest = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)
         num_dropped = len(rows) - len(kept)
         say(

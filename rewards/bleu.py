@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from sacrebleu.metrics import BLEU
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+from sacrebleu.tokenizers.tokenizer_re import TokenizerRegexp
 
 _WHITESPACE = "␣"
 _CHARACTERS = BLEU(tokenize="none", smooth_method="none", effective_order=False)
@@ -21,7 +23,10 @@ def bleu(document: str, reference: str, level: Literal["char", "word"]) -> float
     An empty document scores 0.
     """
     if level == "word":
-        return _WORDS.sentence_score(document, [reference]).score / 100
+        score = _WORDS.sentence_score(document, [reference]).score / 100
+        for tokenizer in (Tokenizer13a, TokenizerRegexp):  # whose caches hold 65,536 texts: half a GiB of documents
+            tokenizer.__call__.cache_clear()
+        return score
     return _CHARACTERS.corpus_score([_spelled(document)], [[_spelled(reference)]]).score / 100
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 
 from rollout.simulator import asks_something
-from rollout.types import Conversation, Scenario
+from rollout.types import Conversation
 
 _BOUNDARY = re.compile(
     r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<![A-Z]\.)(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])|\n+"
@@ -58,7 +58,7 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
     reply = conversation.first_reply
     sentences = [sentence for sentence in _BOUNDARY.split(reply.text) if sentence]
     asked = [number for number, sentence in enumerate(sentences) if asks_something(sentence)]
-    opening = _words(conversation.scenario.messages[-1]["content"])
+    opening = _words(conversation.opening)
     worded = [
         _words(sentences[number])
         for number in asked
@@ -66,7 +66,7 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
         and not _OFFER.search(sentences[number])
         and not _echoes(_words(sentences[number]), opening)
     ]
-    topic = topic_stems(conversation.scenario)
+    topic = _topic_stems(opening)
     on_topic = sum(bool(topic & set(map(_stem, words))) for words in worded)
     if not worded or len(set(map(tuple, worded))) < len(worded):
         value = 0.0
@@ -86,9 +86,9 @@ def _merits(words: list[str]) -> int:
     return bool((_READER | _PIECE) & set(words)) + (len(set(words) - _COMMON) >= 2)
 
 
-def topic_stems(scenario: Scenario) -> frozenset[str]:
+def _topic_stems(opening: list[str]) -> frozenset[str]:
     """What the user's opening is about: the stems of its words without the common ones."""
-    return frozenset(map(_stem, set(_words(scenario.messages[-1]["content"])) - _COMMON))
+    return frozenset(map(_stem, set(opening) - _COMMON))
 
 
 def _words(text: str) -> list[str]:

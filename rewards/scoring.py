@@ -24,6 +24,11 @@ from rollout.types import Conversation, Score
 
 MIN_STARTED = 20
 """Conversations started before a failure rate means anything."""
+FAILURES_TOLD = 3
+
+
+class TooManyFailures(RuntimeError):
+    """More conversations than `rewards.max_failure_rate` allows could not be judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class Scorer:
     async def _score(self, conversation: Conversation) -> Score:
         if conversation.ended == "simulator_failed":
             return Score({}, {"user": conversation.failure or "no usable answer"}, {})
-        if is_truncated(conversation) and self.settings.truncated != "score":
+        if conversation.first_reply_cut and self.settings.truncated != "score":
             return Score({}, {}, {})  # its reward does not come from what it says
         measured = await asyncio.gather(*(self._component(name, conversation) for name in self.settings.weights))
         values: dict[str, float] = {}
@@ -105,7 +110,7 @@ class Scorer:
     def reward(self, conversations: Sequence[Conversation], scores: Sequence[Score]) -> ReplyReward:
         """The reward of the reply that all of `conversations` continue."""
         truncated = self.settings.truncated
-        if is_truncated(conversations[0]) and truncated != "score":
+        if conversations[0].first_reply_cut and truncated != "score":
             valid = truncated != "mask"
             return ReplyReward(float(truncated) if valid else float("nan"), valid, {}, {}, {})
         reward = combine(scores, self.settings.weights, self.settings.clamp)
@@ -153,17 +158,12 @@ async def score_batch(scorer: Scorer, conversations: Sequence[Conversation]) -> 
     return [scores[_key(conversation)] for conversation in conversations]
 
 
-def is_truncated(conversation: Conversation) -> bool:
-    """Whether the first reply was cut by its token limit, so that nobody could answer it."""
-    return conversation.first_reply_cut
-
-
 def check_failure_rate(failed: int, started: int, first_failures: Sequence[str], limit: float) -> None:
-    """Raises RuntimeError with the first few failures where more than `limit` of all conversations failed."""
+    """Raises TooManyFailures with the first few failures where more than `limit` of all conversations failed."""
     if started >= MIN_STARTED and failed > limit * started:
-        different = [*dict.fromkeys(first_failures)][:3]
+        different = [*dict.fromkeys(first_failures)][:FAILURES_TOLD]
         causes = "\n".join(f"  - {failure}" for failure in different)
-        raise RuntimeError(
+        raise TooManyFailures(
             f"{failed} of {started} conversations could not be judged (rewards.max_failure_rate: {limit:g}):\n"
             f"{causes}\nCheck that the servers of rollout.user and rewards.judge answer, and that their max_tokens and "
             "timeout_s suffice."

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,7 +34,9 @@ def read_strictly(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The object that stands in `text`, exactly as the schema wants it. Raises UnusableAnswer."""
     # From the first brace to the last: some servers fence the object in Markdown or add a word around it.
     try:
-        answer = json.loads(_braced(text), strict=False, parse_constant=finite, parse_float=finite)
+        answer = json.loads(
+            _braced(text), strict=False, parse_constant=finite, parse_float=finite, object_pairs_hook=_each_key_once
+        )
         json.dumps(answer, ensure_ascii=False).encode()  # half a surrogate pair could be written to no file
     except (ValueError, RecursionError) as error:
         raise UnusableAnswer("not_json", f"{error} in {text!r}") from None
@@ -64,6 +67,14 @@ def finite(digits: str) -> float:
     return value
 
 
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON would take the last of several, and a score said twice is none."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
 def _braced(text: str) -> str:
     return text[text.find("{") : text.rfind("}") + 1]
 
@@ -74,16 +85,28 @@ def _repaired(text: str) -> Any:
         return json.loads(_braced(text), strict=False)
     except (ValueError, RecursionError):
         pass  # what follows is for these
-    broken = _braced(text) or "".join(text.partition("{")[1:]).rstrip("`, \n")
-    if len(broken) > LONGEST_REPAIR or sum(map(broken.count, "{[(")) > MOST_BRACKETS_TO_REPAIR:
+    if len(text) > LONGEST_REPAIR or sum(map(text.count, "{[(")) > MOST_BRACKETS_TO_REPAIR:
         raise UnusableAnswer("not_json", f"too long or too nested to repair: {text!r}")
+    broken = _object(text)
     if not broken.endswith(("}", "]", '"', "'", "”")):  # half a sentence is not what the user wanted to say
         raise UnusableAnswer("not_json", f"no object, or one that breaks off: {text!r}")
     try:
         answer = json_repair.loads(broken, skip_json_loads=True)
-    except (ValueError, RecursionError) as error:
-        raise UnusableAnswer("not_json", f"{error} in {text!r}") from None
+    except Exception as error:  # a repair of anything at all may meet anything
+        raise UnusableAnswer("not_json", f"{type(error).__name__}: {error} in {text!r}") from None
     return answer[-1] if isinstance(answer, list) and answer else answer
+
+
+def _object(text: str) -> str:
+    """From the first brace to the end of the object, or of `text` where the object's end cannot be told."""
+    broken = "".join(text.partition("{")[1:]).rstrip("`, \n")
+    last = max(map(broken.rfind, '{}"'))
+    depth = 0
+    for part in re.finditer(r'"(?:[^"\\]|\\.)*"?|[{}]', broken, re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(part[0], 0)
+        if part[0] == "}" and depth == 0 and part.start() == last:  # words alone follow
+            return broken[: part.end()]
+    return broken
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class Chat:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]):
         self.tokenizer = tokenizer
         self.stop_ids = tuple(sorted(set(stop_ids)))
+        control = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        control |= set(tokenizer.all_special_tokens)
+        self._control = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))) or r"(?!)")
 
     @classmethod
     def load(cls, folder: Path) -> Chat:
@@ -100,6 +104,10 @@ class Chat:
     def text(self, token_ids: Sequence[int]) -> str:
         """The words of a sampled message, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
+
+    def without_control_tokens(self, text: str) -> str:
+        """`text` with a blank for each control token that it spells out: in a prompt it would be one."""
+        return self._control.sub(" ", text).strip()
 
     def num_tokens(self, text: str) -> int:
         """Length of `text` in this tokenizer's tokens, no special tokens added."""

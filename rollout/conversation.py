@@ -40,6 +40,10 @@ class RolloutPlan:
     user_opens: bool = False
     """The prompt is only its system message, and the simulated user writes the opening."""
 
+    @classmethod
+    def of_training(cls, settings: RolloutSettings, run_seed: int, step: int) -> RolloutPlan:
+        return cls(settings.group_size, settings.continuations, settings.temperature, run_seed, step)
+
     def turn_limits(self, settings: RolloutSettings) -> tuple[int, int]:
         """(simulated user messages, assistant messages) of a conversation, at most."""
         if self.max_new_turns is None:
@@ -127,13 +131,15 @@ class Rollout:
             on_end(conversation)
             return conversation
 
-        return list(await asyncio.gather(*map(continued, range(plan.continuations))))
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(continued(continuation)) for continuation in range(plan.continuations)]
+        return [task.result() for task in started]
 
     async def _begin(self, talk: _Talk, plan: RolloutPlan) -> Conversation | None:
         """Takes the first reply, after the user's opening where the user opens; the conversation if it ends there."""
         if plan.user_opens:
             try:
-                opening = await self.user.answer(talk.scenario, talk.messages)
+                opening = await self._answer(talk)
             except LLMError as error:
                 return talk.ended("simulator_failed", failure=str(error))
             if opening.satisfied:
@@ -157,7 +163,7 @@ class Rollout:
         max_user_turns, max_assistant_turns = plan.turn_limits(self.settings)
         while talk.num_user_turns < max_user_turns and len(talk.replies) < max_assistant_turns:
             try:
-                turn = await self.user.answer(talk.scenario, talk.messages)
+                turn = await self._answer(talk)
             except LLMError as error:
                 return talk.ended("simulator_failed", failure=str(error))
             if turn.satisfied:
@@ -178,6 +184,14 @@ class Rollout:
             if reply.finish_reason == "length":
                 return talk.ended("length")
         return talk.ended("turn_limit")
+
+    async def _answer(self, talk: _Talk) -> UserTurn:
+        """What the user says next, of which no part can pass for an end of turn. Raises LLMError."""
+        turn = await self.user.answer(talk.scenario, talk.messages)
+        text = self.chat.without_control_tokens(turn.text)
+        if not text and not turn.satisfied:
+            raise LLMError("user", "schema", "the user's reply is nothing but control tokens")
+        return UserTurn(text, turn.satisfied)
 
     async def _reply(self, prompt_ids: Sequence[int], max_tokens: int, temperature: float, seed: int) -> Reply | None:
         """The policy's next message, or None where the context has no room for one."""

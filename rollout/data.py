@@ -3,7 +3,7 @@
 Two formats. Parquet as the CollabLLM recipe writes it: `prompt` (list of {role, content}),
 `ground_truth`, `extra_info.interaction_kwargs.{single_turn_prompt, task_desc}`, `reward_model`,
 `data_source`; further columns are ignored. JSONL: `prompt` (text or list of messages), `reference`,
-`goal`, `task_desc`.
+`goal`, `task_desc`. Both may hold a `persona`, parquet among the interaction_kwargs.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             "reference": reference or reward_model.get("ground_truth"),
             "goal": interaction.get("single_turn_prompt"),
             "task_desc": interaction.get("task_desc"),
+            "persona": interaction.get("persona"),
             "data_source": record["data_source"],
         }
         yield row, fields
@@ -106,7 +107,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: bool, user: UserKind | None) -> Scenario:
     where = f"{path}, row {row}"
-    texts = {name: fields.get(name) for name in ("reference", "goal", "task_desc", "data_source")}
+    texts = {name: fields.get(name) for name in ("reference", "goal", "task_desc", "data_source", "persona")}
     for name, value in texts.items():
         if value is not None and not isinstance(value, str):
             raise ValueError(f"{where}: {name!r} must be text, not {type(value).__name__}")
@@ -130,6 +131,7 @@ def _scenario(path: Path, row: int, fields: Mapping[str, Any], need_reference: b
         reference=texts["reference"],
         data_source=source,
         row=row,
+        persona=texts["persona"] or "",
     )
 
 
@@ -149,20 +151,23 @@ def _messages(where: str, prompt: Any) -> tuple[Message, ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
 
 
-def with_system_prompt(scenarios: Sequence[Scenario], text: str, path: Path) -> list[Scenario]:
-    """The scenarios of `path` behind the system message `text`.
+def has_system_prompt(scenario: Scenario) -> bool:
+    return scenario.messages[0]["role"] == "system"
 
-    Raises ValueError naming the first row that has a system message of its own: under one of the two the
-    conversations would not be what the setting says.
-    """
-    for scenario in scenarios:
-        if scenario.messages[0]["role"] == "system":
-            raise ValueError(
-                f"{path}, row {scenario.row}: the prompt has a system message of its own, and rollout.system_prompt "
-                "puts another before every prompt; take it out of the data, or set rollout.system_prompt=null"
-            )
-    system = {"role": "system", "content": text}
-    return [replace(scenario, messages=(system, *scenario.messages)) for scenario in scenarios]
+
+def with_system_prompt(scenarios: Sequence[Scenario], text: str) -> list[Scenario]:
+    """The scenarios behind the system message `text` (none where it is empty), in place of their own."""
+    system = ({"role": "system", "content": text},) if text else ()
+    return [
+        replace(scenario, messages=system + scenario.messages[has_system_prompt(scenario) :]) for scenario in scenarios
+    ]
+
+
+def common_system_prompt(scenarios: Sequence[Scenario]) -> str | None:
+    """The system message that all of them begin with; None where there is no such one."""
+    firsts = {(scenario.messages[0]["role"], scenario.messages[0]["content"]) for scenario in scenarios}
+    (role, content), *others = firsts
+    return content if role == "system" and not others else None
 
 
 def fit_prompts(

@@ -7,10 +7,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import cached_property
 from urllib.parse import quote, unquote, urlsplit
 
+import httpx2
 import openai
 
 from rollout.settings import without_password
@@ -21,6 +22,8 @@ Clock = Callable[[], float]
 REST_S = 5.0
 """How long an address that failed comes after the others."""
 CHECK_TIMEOUT_S = 10.0
+MOST_BYTES = 16 * 2**20
+"""Of one response; a server that sends more would fill the memory within its time limit."""
 LONGEST_DETAIL = 400
 """Characters of what a server said, in a message."""
 
@@ -44,12 +47,16 @@ class Address:
             "max_retries": 0,
         }
         self.in_flight = 0
-        self.rests_until = 0.0
+        self.rests_until = self.closed_until = 0.0
         self.last_pick = 0
 
     @cached_property
     def server(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(**self.connection)
+        # Not compressed: what is unpacked could be any length.
+        bounded = openai.DefaultAsyncHttpxClient(
+            event_hooks={"response": [_bound]}, headers={"Accept-Encoding": "identity"}
+        )
+        return openai.AsyncOpenAI(**self.connection, http_client=bounded)
 
     def fault(self, section: str, model: str) -> str | None:
         """Why it cannot serve `model`, with the remedy; it is asked which models it has."""
@@ -80,6 +87,30 @@ class Address:
         return f"{section}.base_url: {self.shown}: {problem}; {remedy}"
 
 
+class _Bounded(httpx2.AsyncByteStream):
+    """A response's bytes, up to MOST_BYTES of them."""
+
+    def __init__(self, stream: httpx2.AsyncByteStream):
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        num_bytes = 0
+        async for part in self._stream:
+            num_bytes += len(part)
+            if num_bytes > MOST_BYTES:
+                raise httpx2.RemoteProtocolError(f"the response is longer than {MOST_BYTES} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def _bound(response: httpx2.Response) -> None:
+    if response.headers.get("Content-Encoding", "identity") != "identity":
+        raise httpx2.RemoteProtocolError("the response is compressed, which it was asked not to be")
+    response.stream = _Bounded(response.stream)
+
+
 class Balancer:
     """Sends each call to the address with the fewest in flight, by turns where they are equally busy."""
 
@@ -91,21 +122,32 @@ class Balancer:
         self._num_picks = 0
 
     def pick(self, failed_at: Sequence[Address] = ()) -> Address:
-        """The next address, one that this question has not failed at where there is one.
+        """The next address, one that did not ask for quiet and that this question has not failed at where there is one.
 
         An address that lately failed any question comes after the others: it answers its calls the
         fastest, with errors, and would be given the most.
         """
         now = self._clock()
-        free = [address for address in self.addresses if address.in_flight < self._max_in_flight]
-        chosen = min(free, key=lambda a: (failed_at.count(a), a.rests_until > now, a.in_flight, a.last_pick))
+        chosen = min(
+            self._free(),
+            key=lambda a: (a.closed_until > now, failed_at.count(a), a.rests_until > now, a.in_flight, a.last_pick),
+        )
         self._num_picks += 1
         chosen.last_pick = self._num_picks
         return chosen
 
-    def rest(self, address: Address, at_least_s: float) -> None:
-        """Lets the others go first for a while."""
-        address.rests_until = self._clock() + max(REST_S, at_least_s)
+    def rest(self, address: Address, quiet_s: float) -> None:
+        """Lets the others go first for a while. `quiet_s`: how long it asked to be left alone."""
+        now = self._clock()
+        address.rests_until = now + max(REST_S, quiet_s)
+        address.closed_until = max(address.closed_until, now + quiet_s)
+
+    def closed_s(self) -> float:
+        """Until one takes calls again, where all addresses with room have asked to be left alone."""
+        return max(0.0, min(address.closed_until for address in self._free()) - self._clock())
+
+    def _free(self) -> list[Address]:
+        return [address for address in self.addresses if address.in_flight < self._max_in_flight]
 
 
 class Pace:

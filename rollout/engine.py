@@ -73,7 +73,7 @@ class Engine(Protocol):
 
 
 def weight_mark(tensor: torch.Tensor) -> float:
-    """A number that changes whenever a weight is trained: the float64 sum of its first column (or of a vector).
+    """A number that is the same for the same weight: the float64 sum of its first column (or of a vector).
 
     The first column, because it is what a linear layer answers to the unit vector (1, 0, 0, …): so an
     engine that keeps its matrices packed in a kernel's own layout can be asked for it, exactly.
@@ -162,15 +162,15 @@ class SharedEngine:
             if waiting:
                 self.engine.abort_all()
         except Exception as error:
-            self.engine.abort_all()
             _deliver([(future, error) for _, future in waiting.values()])
+            self.engine.abort_all()  # last, since after a fault it may fail too
 
     def _take_in(self, waiting: dict[int, tuple[SampleRequest, asyncio.Future[Sampled]]]) -> None:
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         # Prompts that begin alike follow each other, so that an engine with a prefix cache computes the beginning once.
-        for request, future in sorted(arrived, key=lambda item: item[0].prompt_ids):
-            key = next(self._keys)
-            waiting[key] = request, future
+        new = {next(self._keys): item for item in sorted(arrived, key=lambda item: item[0].prompt_ids)}
+        waiting |= new  # before any is added: where that fails, all of them are told
+        for key, (request, _) in new.items():
             self.engine.add(key, request)
 
     def close(self) -> None:

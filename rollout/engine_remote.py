@@ -105,7 +105,7 @@ class RemoteEngine:
 
     def _push(self, weights: Weights) -> None:
         folder = self._weights_folder / f"policy-{uuid.uuid4().hex}"
-        folder.mkdir(parents=True)
+        folder.mkdir()
         try:
             for number, shard in enumerate(_shards(weights)):
                 save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})

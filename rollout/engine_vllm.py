@@ -97,7 +97,7 @@ class VLLMEngine:
     def abort_all(self) -> None:
         running = list(self._engine.output_processor.request_states)
         if running:
-            self._engine.abort_request(running)
+            self._engine.abort_request(running, internal=True)  # by vLLM's own names for them
 
     def push_weights(self, weights: Weights) -> None:
         # After a deep sleep the order matters: weights first, then caches, then the KV cache's memory.

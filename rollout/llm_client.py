@@ -32,12 +32,16 @@ Reader = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 Check = Callable[[dict[str, Any]], None]
 YAML_SECTION: Mapping[str, str] = {"user": "rollout.user.endpoint", "judge": "rewards.judge"}
 
-LONGEST_WAIT_S = 8.0
-"""Between two tries, a server's Retry-After included."""
-LONGEST_WAIT_IN_ALL_S = 30.0
+LONGEST_PAUSE_S = 8.0
+"""Between two tries of a question."""
+LONGEST_PAUSE_IN_ALL_S = 30.0
 """Over all tries of one question."""
+LONGEST_CLOSED_S = 8.0
+"""How long no question goes to a server that asked for quiet (Retry-After)."""
 HTTP_WORTH_A_RETRY = frozenset({408, 409, 425, 429})
-"""Of the 4xx; every 5xx is retried, and no other status can be cured by asking again."""
+"""Of the 4xx; every 5xx is retried, and no other status can be cured by asking the same server again."""
+HTTP_OF_THE_SERVER = frozenset({401, 403, 404})
+"""It has another key or another model than the role's other servers."""
 
 
 class LLMError(Exception):
@@ -56,20 +60,22 @@ class LLMError(Exception):
 
     @property
     def worth_a_retry(self) -> bool:
-        if not self.kind.startswith("http_"):
-            return True
-        status = int(self.kind.removeprefix("http_"))
-        return status >= 500 or status in HTTP_WORTH_A_RETRY
+        """At the same server."""
+        return self._status is None or self._status >= 500 or self._status in HTTP_WORTH_A_RETRY
 
     @property
     def blames_the_server(self) -> bool:
         """Rather than the question or the model: another server may do better."""
-        return self.worth_a_retry and self.kind not in ("cut", "schema")
+        return self.kind not in ("cut", "schema") and (self.worth_a_retry or self._status in HTTP_OF_THE_SERVER)
+
+    @property
+    def _status(self) -> int | None:
+        return int(self.kind.removeprefix("http_")) if self.kind.startswith("http_") else None
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a client did: since it was made, or, as the difference of two such records, in between.
+    """What a client did since it was made.
 
     `retries` = the sum of `errors` − the sum of `failures`, once no question is open.
     """
@@ -86,17 +92,6 @@ class Usage:
     """In flight, summed over all tries (parallel ones count each)."""
     errors: Mapping[str, int] = field(default_factory=dict)
     """Tries without a usable answer, by kind of LLMError."""
-
-    def __sub__(self, earlier: Usage) -> Usage:
-        return Usage(
-            calls=self.calls - earlier.calls,
-            retries=self.retries - earlier.retries,
-            failures=dict(Counter(self.failures) - Counter(earlier.failures)),
-            prompt_tokens=self.prompt_tokens - earlier.prompt_tokens,
-            completion_tokens=self.completion_tokens - earlier.completion_tokens,
-            seconds=self.seconds - earlier.seconds,
-            errors=dict(Counter(self.errors) - Counter(earlier.errors)),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +121,7 @@ class LLMClient:
 
     @property
     def counts(self) -> Usage:
-        """So far; `client.counts - earlier` is what came since."""
+        """So far."""
         return Usage(
             calls=self._calls,
             retries=self._retries,
@@ -155,22 +150,28 @@ class LLMClient:
         self._calls += 1
         question = _Question(messages, schema, read, validate)
         failed_at: list[Address] = []
-        wait_left_s = LONGEST_WAIT_IN_ALL_S
+        wait_left_s = LONGEST_PAUSE_IN_ALL_S
         for attempt in itertools.count(1):
             try:
                 return await self._try(question, failed_at)
             except _Failed as failure:
                 error = failure.error
                 self._errors[error.kind] += 1
-                if attempt == self.settings.max_attempts or not error.worth_a_retry:
+                others = len(set(failed_at)) < len(self.settings.addresses)
+                if attempt == self.settings.max_attempts or not self._worth_a_retry(error, others):
                     self._failures[error.kind] += 1
                     raise error from None  # the package's own error may quote the key
-                all_failed = len(set(failed_at)) == len(self.settings.addresses)  # else another is ready for it
-                pause_s = min(self._pause_s(attempt, failure.retry_after_s if all_failed else 0.0), wait_left_s)
+                pause_s = min(self._pause_s(attempt), wait_left_s)
             self._retries += 1
             wait_left_s -= pause_s
             log.info("%s; try %d of %d in %.1f s", error, attempt + 1, self.settings.max_attempts, pause_s)
             await asyncio.sleep(pause_s)
+
+    def _worth_a_retry(self, error: LLMError, others: bool) -> bool:
+        """`others`: there are servers that this question has not failed at."""
+        if error.kind == "cut" and self.settings.temperature == 0:
+            return False  # the likeliest tokens are as many every time
+        return error.worth_a_retry or (others and error.blames_the_server)
 
     def check(self) -> None:
         """Asks every server which models it has. Raises ValueError, a line for each that cannot play the role."""
@@ -201,7 +202,7 @@ class LLMClient:
     async def _try(self, question: _Question, failed_at: list[Address]) -> dict[str, Any]:
         """Asks once, where the question has failed the least; adds to `failed_at` where it fails. Raises _Failed."""
         async with self._slots:
-            if delay_s := self._pace.take():
+            if delay_s := max(self._pace.take(), self._balancer.closed_s()):
                 await asyncio.sleep(delay_s)
             address = self._balancer.pick(failed_at)
             address.in_flight += 1
@@ -211,7 +212,7 @@ class LLMClient:
             except _Failed as failure:
                 failed_at.append(address)
                 if failure.error.blames_the_server:
-                    self._balancer.rest(address, min(failure.retry_after_s, LONGEST_WAIT_S))
+                    self._balancer.rest(address, min(failure.retry_after_s, LONGEST_CLOSED_S))
                 raise
             finally:
                 address.in_flight -= 1
@@ -283,10 +284,9 @@ class LLMClient:
             retry_after_s = 0.0
         return _Failed(LLMError(self.role, kind, self._present(detail)), retry_after_s)
 
-    def _pause_s(self, attempt: int, retry_after_s: float) -> float:
-        """Exponential with full jitter, after what the server asked for; never more than LONGEST_WAIT_S."""
-        jitter_s = random.uniform(0, self._backoff_s * 2 ** min(attempt - 1, 16))
-        return min(retry_after_s + jitter_s, LONGEST_WAIT_S)
+    def _pause_s(self, attempt: int) -> float:
+        """Exponential with full jitter."""
+        return min(random.uniform(0, self._backoff_s * 2 ** min(attempt - 1, 16)), LONGEST_PAUSE_S)
 
 
 class _Failed(Exception):
@@ -300,4 +300,4 @@ class _Failed(Exception):
 def _count(usage: Any, name: str) -> int:
     """A number of tokens, 0 where the server does not tell or tells nonsense."""
     value = getattr(usage, name, 0)
-    return value if isinstance(value, int) else 0
+    return value if type(value) is int and value > 0 else 0

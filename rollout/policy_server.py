@@ -96,6 +96,8 @@ def _served_model(server: PolicyServer, settings: EngineSettings) -> str:
     except openai.APIStatusError as error:
         if error.status_code in (401, 403):
             remedy = "set engine.api_key_env to the environment variable that holds a valid key"
+        elif error.status_code == 404:
+            remedy = "correct the address, which usually ends in /v1"
         raise ValueError(f"{server.where} answered HTTP {error.status_code}; {remedy}") from None
     except openai.APIConnectionError as error:
         raise ValueError(f"{server.where} cannot be reached ({server.reason_of(error)}); {remedy}") from None
@@ -112,10 +114,12 @@ def _served_model(server: PolicyServer, settings: EngineSettings) -> str:
 def _check_workers(server: PolicyServer, settings: EngineSettings, model_folder: Path, dtype: str) -> None:
     probe = settings.weights_folder / f"probe-{uuid.uuid4().hex}"
     try:
-        settings.weights_folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
     except OSError as error:
-        raise ValueError(f"engine.weights_folder: cannot write in {settings.weights_folder} ({error})") from None
+        raise ValueError(
+            f"engine.weights_folder: cannot write in {settings.weights_folder} ({error.strerror}); name a folder that "
+            "exists, and that both machines mount under the same path"
+        ) from None
     try:
         answers = server.call_workers("served", path=str(probe.resolve()))
     except openai.NotFoundError:

@@ -16,26 +16,29 @@ from typing import Any
 from rollout.types import Message
 
 SYSTEM_PROMPTS = {"proactive": Path(__file__).parent / "prompts" / "system_proactive.txt"}
+NO_SYSTEM_PROMPT = "none"
 
 
 class Prompt:
     """A prompt's text file, ready to be filled."""
 
-    def __init__(self, file: Path, placeholders: Iterable[str]):
-        """Reads the file. Raises ValueError where it is unreadable or lacks or misspells a placeholder."""
+    def __init__(self, file: Path, placeholders: Iterable[str], optional: Iterable[str] = ()):
+        """Reads the file. Raises ValueError where it is unreadable, lacks a placeholder that is not `optional`, or
+        misspells one.
+        """
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the prompt {file}: {error}; give the path of a UTF-8 text file") from error
         self._template = Template(text)
-        known = set(placeholders)
+        needed, known = {*placeholders}, {*placeholders, *optional}
         names = "".join(f" ${{{name}}}" for name in sorted(known))
         if not self._template.is_valid():
             raise ValueError(f"{file}: a lone '$' in the prompt; write '$$' for a dollar sign (placeholders:{names})")
         found = set(self._template.get_identifiers())
-        for problem, wrong in (("lacks", known - found), ("has the unknown placeholder", found - known)):
+        for problem, wrong in (("lacks", needed - found), ("has the unknown placeholder", found - known)):
             if wrong:
-                raise ValueError(f"{file}: the prompt {problem} ${{{min(wrong)}}}; it must use exactly these:{names}")
+                raise ValueError(f"{file}: the prompt {problem} ${{{min(wrong)}}}; it may use these:{names}")
 
     def fill(self, **values: Any) -> str:
         """The prompt's text with each placeholder replaced by its value as JSON."""
@@ -43,17 +46,22 @@ class Prompt:
 
 
 def system_prompt(name: str) -> str:
-    """The text that `rollout.system_prompt` names. Raises ValueError where the file is unreadable or empty."""
+    """The text that `rollout.system_prompt` names, "" for `none`.
+
+    Raises ValueError where the file is unreadable or empty.
+    """
+    if name == NO_SYSTEM_PROMPT:
+        return ""
     file = SYSTEM_PROMPTS.get(name, Path(name))
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"rollout.system_prompt: cannot read {file} ({error}); give a UTF-8 text file or one of: "
-            f"{', '.join(SYSTEM_PROMPTS)}"
+            f"{', '.join([*SYSTEM_PROMPTS, NO_SYSTEM_PROMPT])}"
         ) from error
     if not text:
-        raise ValueError(f"rollout.system_prompt: {file} is empty; write the prompt, or set it to null")
+        raise ValueError(f"rollout.system_prompt: {file} is empty; write the prompt, or set it to {NO_SYSTEM_PROMPT}")
     return text
 
 

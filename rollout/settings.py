@@ -48,6 +48,14 @@ class Section(BaseModel):
             )
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_heading_alone_is_a_section(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads a section with nothing in it as null."""
+        annotation = cls.model_fields[info.field_name].annotation
+        is_section = isinstance(annotation, type) and issubclass(annotation, Section)
+        return {} if value is None and is_section else value
+
 
 class DataSettings(Section):
     train: Path = Field(description="file; .parquet in the CollabLLM schema, or .jsonl")
@@ -152,9 +160,10 @@ class EndpointSettings(ServedSection):
         if not isinstance(value, list | tuple) or not value or not all(isinstance(one, str) for one in value):
             raise ValueError("give an address such as http://127.0.0.1:8001/v1, or a list of them")  # not echoed
         addresses = tuple(map(checked_address, value))
-        twice = [one for one in addresses if addresses.count(one) > 1]
+        places = [_place(one) for one in addresses]
+        twice = [one for one in addresses if places.count(_place(one)) > 1]
         if twice:
-            raise ValueError(f"{without_password(twice[0])!r} is in the list twice; remove one")
+            raise ValueError(f"{without_password(twice[-1])!r} is in the list twice; remove one")
         return addresses
 
 
@@ -165,14 +174,25 @@ def without_password(address: str) -> str:
 
 def checked_address(text: str) -> str:
     """`text` without blanks around it. Raises ValueError where it is no http(s) address."""
+    remedy = "write one such as http://127.0.0.1:8001/v1"
     try:
         parts = urlsplit(text.strip())
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:  # a port that is no number, half an IPv6 address
         usable = False
+    if usable and "," in parts.netloc.rpartition("@")[2] + parts.path:
+        usable, remedy = False, "write several as a list, [ADDRESS, ADDRESS]"
+    if usable and (parts.query or parts.fragment):  # paths of the API are put after it
+        usable, remedy = False, "leave out what follows the ? or #"
     if not usable or not text.isprintable():
-        raise ValueError(f"{without_password(text)!r} is no address; write one such as http://127.0.0.1:8001/v1")
+        raise ValueError(f"{without_password(text)!r} is no address; {remedy}")
     return text.strip()
+
+
+def _place(address: str) -> tuple[str, str, str]:
+    """What tells one server from another, however it is written."""
+    parts = urlsplit(address)
+    return parts.scheme, parts.netloc.rpartition("@")[2].lower(), parts.path.rstrip("/")
 
 
 UserVariant = Literal["default", "lazy", "detailed", "impatient"]
@@ -192,6 +212,10 @@ class UserSettings(Section):
     def _a_name_or_a_file(cls, value: Any) -> Any:
         if not isinstance(value, str | Path) or not str(value):
             raise ValueError(f"{value!r} is neither a user ({', '.join(get_args(UserVariant))}) nor a text file")
+        if "://" in str(value):
+            raise ValueError(
+                f"{without_password(str(value))!r} is no text file; an address goes into endpoint.base_url"
+            )
         return value
 
     @model_validator(mode="after")
@@ -235,7 +259,7 @@ class RolloutSettings(Section):
     system_prompt: str | None = Field(
         None,
         min_length=1,
-        description="text file, or proactive for the shipped one; put before every prompt, which must have none",
+        description="text file, proactive for the shipped one, or none; in place of the prompts' own; null: those",
     )
     dynamic_sampling: DynamicSamplingSettings = DynamicSamplingSettings()
     overlap: Literal["none", "one_step"] = Field(

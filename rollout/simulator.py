@@ -19,7 +19,7 @@ from rollout.settings import UserSettings, UserVariant
 from rollout.types import Message, Scenario
 
 STOP_SIGNAL = "[[TERMINATE CHAT]]"
-_STOP = re.compile(r"\[*\s*TERMINATE[ _]CHAT\s*\]*")
+_STOP = re.compile(r"\[+\s*(?i:terminate[\s_-]+chat)\s*\]*|TERMINATE[\s_-]+CHAT\s*\]*")
 """What models make of it."""
 PROMPTS = Path(__file__).parent / "prompts"
 MOST_CHARACTERS_A_TOKEN = 8
@@ -42,12 +42,17 @@ class LLMUser:
     def __init__(self, client: LLMClient, settings: UserSettings):
         """Raises ValueError where the prompt's file is missing or its placeholders are not as they must be."""
         self._client = client
-        self._prompt = Prompt(_prompt_file(settings.prompt), ("task_desc", "goal", "conversation"))
+        self._prompt = Prompt(_prompt_file(settings.prompt), ("task_desc", "goal", "conversation"), ("persona",))
         self._schema = _answer_schema(client.settings.max_tokens)
 
     async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
         """The user's next message, never an empty one. Raises LLMError where the model gave no usable one."""
-        prompt = self._prompt.fill(task_desc=scenario.task_desc, goal=scenario.goal, conversation=visible(messages))
+        prompt = self._prompt.fill(
+            persona=scenario.persona,
+            task_desc=scenario.task_desc,
+            goal=scenario.goal,
+            conversation=visible(messages),
+        )
         answer = await self._client.ask(
             [{"role": "user", "content": prompt}], self._schema, self._refuse_no_message, read=read_texts
         )

@@ -34,6 +34,8 @@ class Scenario:
     data_source: str
     row: int
     """Row in the data file, from 0: error messages name it, and seeds derive from it."""
+    persona: str = ""
+    """Who the user is, for the user simulator alone; empty where the data leave it open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,12 @@ class Conversation:
     @property
     def new_messages(self) -> tuple[Message, ...]:
         return self.messages[self.num_prompt_messages :]
+
+    @property
+    def opening(self) -> str:
+        """The user's words that the first reply answers."""
+        user_opened = self.new_messages[0]["role"] == "user"
+        return self.messages[self.num_prompt_messages - (not user_opened)]["content"]
 
     @property
     def first_reply(self) -> Reply:

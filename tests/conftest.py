@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 
@@ -11,6 +12,20 @@ from hypothesis import settings
 def small_model() -> Path:
     """The small real model that `launch/setup.sh` prepares."""
     return Path("models/SmolLM2-135M-Instruct")
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds the client wanted to wait, without the waiting."""
+    waited: list[float] = []
+    at_once = asyncio.sleep
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        await at_once(0)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    return waited
 
 
 SLOW_FIRST = ("test_training", "test_stopping", "test_exactness", "test_engine_remote", "test_overlap", "test_update")

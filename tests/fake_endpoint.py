@@ -113,7 +113,7 @@ class FakeEndpoint:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 128
+    request_queue_size = 1024
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)

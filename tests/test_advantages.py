@@ -38,6 +38,14 @@ def test_group_std_divides_by_the_sample_standard_deviation():
     close(advantages([[1.0, 2, 3]]), [[-1, 0, 1]])
 
 
+def test_spreads_are_those_of_the_valid_members():
+    valid = [[True, True, True, False]]
+    close(advantages([[1.0, 2, 3, 100]], valid), [[-1, 0, 1, 0]])
+    std = math.sqrt(20 / 3)  # of 0, 2, 4, 6, as below
+    found = advantages([[0.0, 2, 100], [4, 6, math.nan]], [[True, True, False]] * 2, scale="batch_std")
+    close(found, [[-1 / std, 1 / std, 0]] * 2)
+
+
 def test_leave_one_out_compares_with_the_mean_of_the_others():
     # 3 against (1 + 2)/2, 1 against (3 + 2)/2, 2 against (3 + 1)/2.
     close(advantages([[3.0, 1, 2]], baseline="leave_one_out", scale="none"), [[1.5, -1.5, 0]])
@@ -82,32 +90,40 @@ def test_shapes_and_names_are_checked():
 
 
 groups = st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=1, max_size=3)
+masks = st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=3, max_size=3)
+baselines, scales = st.sampled_from(["mean", "leave_one_out"]), st.sampled_from(["group_std", "batch_std", "none"])
 
 
-@given(groups, st.sampled_from(["group_std", "batch_std", "none"]))
-def test_the_advantages_of_a_group_sum_to_zero(rewards, scale):
-    assert advantages(rewards, scale=scale).sum(1).abs().max() < 1e-6
+def spread_out(rewards):
+    """Away from the floor below which a group has no signal, where rounding and scaling decide what counts."""
+    return [[reward + 30 * place for place, reward in enumerate(group)] for group in rewards]
 
 
-@given(groups, st.floats(-100, 100))
-def test_adding_a_constant_to_all_rewards_changes_nothing(rewards, constant):
+@given(groups, masks, baselines, scales)
+def test_the_advantages_of_a_groups_valid_members_sum_to_zero(rewards, valid, baseline, scale):
+    found = advantages(rewards, valid[: len(rewards)], baseline=baseline, scale=scale)
+    assert found.sum(1).abs().max() < 1e-6
+    assert not found[~torch.tensor(valid[: len(rewards)])].any()
+
+
+@given(groups, masks, st.floats(-100, 100), baselines, scales)
+def test_adding_a_constant_to_all_rewards_changes_nothing(rewards, valid, constant, baseline, scale):
+    rewards = spread_out(rewards)
     shifted = [[reward + constant for reward in group] for group in rewards]
-    torch.testing.assert_close(
-        advantages(rewards, scale="none"), advantages(shifted, scale="none"), atol=1e-5, rtol=1e-5
-    )
+    options = {"valid": valid[: len(rewards)], "baseline": baseline, "scale": scale}
+    torch.testing.assert_close(advantages(rewards, **options), advantages(shifted, **options), atol=1e-5, rtol=1e-5)
 
 
-@given(groups, st.floats(0.5, 20))
-def test_multiplied_rewards_change_unscaled_advantages_alone(rewards, factor):
-    # Away from the floor below which a group has no signal, where scaling decides what counts.
-    rewards = [[reward + 3 * place for place, reward in enumerate(group)] for group in rewards]
-    rewards = [group for group in rewards if torch.tensor(group).std() > 0.1]
-    if not rewards:
-        return
+@given(groups, masks, st.floats(0.5, 20), baselines)
+def test_multiplied_rewards_change_unscaled_advantages_alone(rewards, valid, factor, baseline):
+    rewards, options = spread_out(rewards), {"valid": valid[: len(rewards)], "baseline": baseline}
     scaled = [[factor * reward for reward in group] for group in rewards]
     for scale, expected in (("none", factor), ("group_std", 1.0), ("batch_std", 1.0)):
         torch.testing.assert_close(
-            advantages(scaled, scale=scale), expected * advantages(rewards, scale=scale), atol=1e-4, rtol=1e-4
+            advantages(scaled, scale=scale, **options),
+            expected * advantages(rewards, scale=scale, **options),
+            atol=1e-4,
+            rtol=1e-4,
         )
 
 

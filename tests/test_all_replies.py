@@ -33,6 +33,8 @@ class PlainPolicy:
     def __init__(self, network: LogprobModel):
         self.network, self.attention, self.num_chunks = network, network.attention, network.num_chunks
         self.num_micro_batches: list[int] = []
+        """Of each step."""
+        self.num_passed = self.num_frozen = 0
         self._waiting = 0
 
     def logprobs(self, batch, num_chunks):
@@ -40,6 +42,7 @@ class PlainPolicy:
 
     @torch.no_grad()
     def frozen_logprobs(self, batch, num_chunks):
+        self.num_frozen += 1
         return self.network(batch, num_chunks)[0]
 
     def backward(self, loss, *, is_last):
@@ -52,7 +55,8 @@ class PlainPolicy:
         self._waiting = 0
         return 1.0, LR
 
-    def pass_steps(self, number): ...
+    def pass_steps(self, number):
+        self.num_passed += number
 
 
 class PlainReference:
@@ -237,6 +241,25 @@ def test_a_loss_over_samples_is_refused_where_one_does_not_fit_and_others_cut_it
     update(variant="grpo")
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch: .* is less than the sequences of one sample"):
         update(variant="gspo")
+
+
+def test_a_mini_batch_without_advantage_makes_no_step_but_keeps_its_place():
+    groups, policy = make_groups("exact"), PlainPolicy(make_network())
+    metrics = updater_of(policy, 4096).update(groups, [[0.0] * 3, [0.0] * 3, *ADVANTAGES[2:]], 4)
+    assert metrics["update/optimizer_steps"] == len(policy.num_micro_batches) == policy.num_passed == 1
+    before = [weight.clone() for weight in policy.network.parameters()]
+    metrics = updater_of(policy, 4096).update(groups, [[0.0] * 3] * 4, 4)
+    assert metrics["update/optimizer_steps"] == 0 and policy.num_passed == 3 and "loss/policy" not in metrics
+    assert all(map(torch.equal, before, policy.network.parameters()))
+
+
+def test_a_batch_that_gets_one_update_is_computed_once():
+    for mini_batch_prompts, num_frozen in ((4, 0), (2, 1)):  # old log-probs of the second mini-batch alone
+        policy = PlainPolicy(make_network())
+        updater = updater_of(policy, 4096)
+        updater.mini_batch_prompts = mini_batch_prompts
+        updater.update(make_groups("exact"), ADVANTAGES, 4)
+        assert policy.num_frozen == num_frozen
 
 
 def test_inputs_are_left_as_they_were():

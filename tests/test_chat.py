@@ -179,20 +179,13 @@ def test_a_model_in_a_run_is_talked_to_with_the_runs_system_prompt(tmp_path):
     run = tmp_path / "runs" / "one"
     (run / "checkpoints" / "step_00010").mkdir(parents=True)
     assert run_system_prompt(run / "model") == ("", "")
-    (run / "config.yaml").write_text("rollout: {group_size: 8}\n")
-    assert run_system_prompt(run / "model") == ("", "")
-    (tmp_path / "prompt").write_text("be kind\n")
-    (run / "config.yaml").write_text(f"rollout: {{system_prompt: {tmp_path}/prompt}}\n")
+    (run / "system_prompt.txt").write_text("be kind")
+    assert run_system_prompt(run / "model") == ("", "")  # of something else than a run
+    (run / "config.yaml").touch()
     for model in (run / "model", run / "checkpoints" / "step_00010"):
-        assert run_system_prompt(model) == ("be kind", f" (of {run}/config.yaml)")
-    for text in ("- a list\n", "rollout: 3\n", "rollout: {system_prompt: null}\n", ""):
-        (run / "config.yaml").write_text(text)
-        assert run_system_prompt(run / "model") == ("", "")
-    (run / "config.yaml").write_text("rollout: {system_prompt: gone}\n")
-    with pytest.raises(ValueError, match="config.yaml: there is no system prompt gone; give one in --system"):
-        run_system_prompt(run / "model")
-    (run / "config.yaml").write_text("{")
-    with pytest.raises(ValueError, match="(?s)config.yaml cannot be read .*give the system prompt in --system"):
+        assert run_system_prompt(model) == ("be kind", f" (of {run}/system_prompt.txt)")
+    (run / "system_prompt.txt").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match="(?s)system_prompt.txt cannot be read .*give the system prompt in --system"):
         run_system_prompt(run / "model")
 
 

@@ -11,10 +11,12 @@ import yaml
 
 from grpo.config_file import load_config
 from grpo.presets import PRESETS
+from grpo.recorder import Recorder, RunFolder
 from launch.train import check_inputs
 from rollout.chat import check_context
 
 QUICKSTART = Path("configs/quickstart.yaml")
+REMOTE = ["engine.kind=remote", "engine.base_url=http://h/v1", "engine.weights_folder=w"]
 
 
 def write(tmp_path, **changes):
@@ -140,6 +142,18 @@ def test_a_preset_lies_under_the_file_and_over_it_on_the_command_line(tmp_path):
     assert load_config(path, ["preset=null"]).preset is None
 
 
+def test_a_heading_with_nothing_under_it_is_a_section_of_defaults(tmp_path):
+    path = tmp_path / "config.yaml"
+    values = yaml.safe_load(QUICKSTART.read_text()) | {"loss": None, "preset": "dapo"}
+    values["run"]["budget"] = None
+    path.write_text(yaml.safe_dump(values))
+    config = load_config(path)
+    assert config.run.budget.hours is None and config.loss.clip_high == 0.28
+    path.write_text(yaml.safe_dump(values | {"model": None}))
+    with pytest.raises(ValueError, match="model.path: is missing"):
+        load_config(path)
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -151,6 +165,9 @@ def test_a_preset_lies_under_the_file_and_over_it_on_the_command_line(tmp_path):
         (["loss.kl_estimator=k3", "loss.kl_coef=0.1", "loss.kl_placement=in_reward"], "takes the sum of k1"),
         (["preset=dapo"], "loss.clip_high: 0.28 has no effect: old and new log-probs are the same"),
         (["preset=dapo", "update.mini_batch_prompts=1"], None),
+        (["data.validation=null", "evaluation.every=5"], "evaluation.every: 5 has no effect: no prompts are held out"),
+        ([*REMOTE, "engine.sleep=false"], "engine.sleep: False has no effect: the policy's server is started with"),
+        (REMOTE, None),
     ],
 )
 def test_a_setting_without_effect_is_told(overrides, told):
@@ -296,6 +313,17 @@ def test_a_key_given_twice_is_refused(tmp_path):
     (tmp_path / "twice.yaml").write_text("run: {name: a}\nrun: {name: b}\n")
     with pytest.raises(ValueError, match="the key 'run' is given twice"):
         load_config(tmp_path / "twice.yaml")
+
+
+def test_all_that_a_run_leaves_may_be_replaced_by_the_next(tmp_path):
+    config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "run.overwrite=true"])
+    folder = RunFolder(config)
+    recorder = Recorder(folder, config, {}, "Be kind.")
+    recorder.step(1, {"reward/mean": 1.0}, [])
+    recorder.close({"user/calls": 3.0})
+    folder.check_free(True, [])
+    folder.empty()
+    assert not [*folder.path.iterdir()]
 
 
 def test_an_earlier_run_is_not_replaced_unasked(tmp_path):

@@ -188,6 +188,13 @@ def test_roles_are_counted_and_their_failures_told(config_file, shown):
     assert "judge: 3 questions, 1 asked again, 1 failed (schema 1); 28 tokens read, 12 written" in output
 
 
+def test_a_server_that_never_gives_a_usable_answer_makes_the_command_fail(config_file, run_command):
+    with FakeEndpoint(error(500, "too hot")) as user, FakeEndpoint(says(GRADES)) as judge:
+        code, output, told = run_command("--config", config_file(**judged(user, judge)), "rollout.max_reply_tokens=200")
+    assert code == 1 and "4 simulator_failed" in output.split("summary")[1]
+    assert "error: no conversation could be judged (user: user: http_500" in told and "check the servers" in told
+
+
 def test_control_characters_of_a_user_never_reach_the_terminal(config_file, shown):
     rude = says({"current_answer": "", "thought": "", "reply": "\x1b[2Jbees\x07 [[TERMINATE CHAT]]"})
     with FakeEndpoint(rude) as user, FakeEndpoint(says(GRADES)) as judge:

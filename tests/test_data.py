@@ -13,7 +13,7 @@ import pytest
 
 from launch.prepare_data import prepare, read_articles, scenario_row
 from rollout.chat import Chat
-from rollout.data import batch_rows, fit_prompts, read_scenarios, sample_seed
+from rollout.data import batch_rows, common_system_prompt, fit_prompts, read_scenarios, sample_seed, with_system_prompt
 from rollout.settings import DataSettings
 
 ROW = scenario_row({"title": "Salt", "text": "Salt keeps. It also melts ice."}, 0, "train")
@@ -49,6 +49,16 @@ def test_a_parquet_row_becomes_a_scenario(tmp_path):
     assert scenario.goal == "Write a short article about: Salt\n\nSalt keeps. It also melts ice."
     assert scenario.task_desc == "writing a short article"
     assert scenario.scenario_id == "short_articles/0"
+
+
+def test_a_system_prompt_is_common_where_all_rows_have_the_same(tmp_path):
+    (one,) = read_scenarios(parquet(tmp_path, ROW), need_reference=True)
+    (none,) = read_scenarios(jsonl(tmp_path, {"prompt": "Hi", "reference": "Ho"}), need_reference=True)
+    (other,) = with_system_prompt([none], "Be kind.")
+    assert common_system_prompt([one, one]) == "You help people write short texts."
+    assert common_system_prompt([other]) == "Be kind."
+    for rows in ([one, other], [one, none], [none, none]):
+        assert common_system_prompt(rows) is None
 
 
 def test_columns_the_trainer_does_not_know_are_ignored(tmp_path):
@@ -88,6 +98,16 @@ def test_a_bad_prompt_is_named_by_row(tmp_path, prompt, message):
     with pytest.raises(ValueError) as error:
         read_scenarios(parquet(tmp_path, ROW, changed(prompt=prompt)), need_reference=True)
     assert message in str(error.value) and "rows.parquet" in str(error.value)
+
+
+def test_a_row_may_say_who_its_user_is(tmp_path):
+    row = changed()
+    row["extra_info"]["interaction_kwargs"]["persona"] = "A beekeeper."
+    assert [s.persona for s in read_scenarios(parquet(tmp_path, ROW, row), need_reference=True)] == ["", "A beekeeper."]
+    line = {"prompt": "Hi", "persona": "A diver."}
+    assert [s.persona for s in read_scenarios(jsonl(tmp_path, line), need_reference=False)] == ["A diver."]
+    with pytest.raises(ValueError, match="row 0: 'persona' must be text, not int"):
+        read_scenarios(jsonl(tmp_path, line | {"persona": 3}), need_reference=False)
 
 
 def test_a_missing_reference_matters_only_to_bleu(tmp_path):

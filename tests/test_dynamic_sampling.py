@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +12,8 @@ from grpo.advantages import has_signal
 from grpo.background import LoopThread
 from grpo.collect import Collector, tables
 from grpo.config import Config
-from rewards.scoring import Scorer
+from grpo.config_file import load_config
+from rewards.scoring import Scorer, TooManyFailures
 from rollout.conversation import Rollout
 from rollout.data import batch_rows, spare_rows
 from rollout.simulator import ScriptedUser
@@ -74,6 +78,18 @@ def test_refilling_ends_when_the_prompts_do(engine):
     rows, signal, replaced = collect(engine, 99, weights={"interactivity": 1.0})
     assert len({*rows, *replaced}) == PROMPTS + len(replaced) <= NUM_SCENARIOS
     assert all(signal) or len(replaced) == NUM_SCENARIOS - PROMPTS
+
+
+def test_steps_too_small_to_tell_add_up_and_the_first_failures_are_told_later():
+    def group(*failures):
+        return SimpleNamespace(conversations=[None] * 10, failures=[*failures])
+
+    config = load_config(Path("configs/quickstart.yaml"), ["rewards.max_failure_rate=0.1"])
+    rollout = SimpleNamespace(engine=SimpleNamespace(num_prompt_tokens=0, num_cached_tokens=0))
+    collector = Collector(config, rollout, None, [], {}, Alone(0, 1, torch.device("cpu")), None)
+    collector._check_failures([group("user: timeout", "user: timeout", "judge: cut")])  # 3 of 10: who knows
+    with pytest.raises(TooManyFailures, match="3 of 20 .*\n  - user: timeout\n  - judge: cut\n"):
+        collector._check_failures([group()])
 
 
 def test_groups_with_signal_stay(engine):

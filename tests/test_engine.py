@@ -121,6 +121,18 @@ def test_what_the_engine_raises_reaches_all_who_wait_and_the_next_are_served(sha
     assert shared.engine.num_aborts == 1
 
 
+def test_an_engine_that_cannot_even_be_given_requests_fails_all_of_them(shared):
+    def add(key, request):
+        raise RuntimeError("no room")
+
+    async def ask():
+        return await asyncio.gather(*(shared.sample(request(n)) for n in range(3)), return_exceptions=True)
+
+    shared.engine.add = add
+    shared.engine.abort_all = lambda: 1 / 0  # a broken engine may refuse that too
+    assert [str(outcome) for outcome in asyncio.run(asyncio.wait_for(ask(), 20))] == ["no room"] * 3
+
+
 def test_replies_that_nobody_waits_for_are_aborted(shared):
     async def ask():
         shared.engine.gate.clear()

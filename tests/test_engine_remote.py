@@ -22,8 +22,11 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
+from grpo.config import Config
 from grpo.sync import push_weights
-from rollout.engine import SampleRequest, SharedEngine, build_engine, choose_engine
+from launch.converse import choose, converse
+from launch.train import read_inputs
+from rollout.engine import SampleRequest, SharedEngine, build_engine, choose_engine, weight_mark
 from rollout.policy_server import check_server
 from rollout.settings import EngineSettings
 from tests.fake_endpoint import FakeEndpoint
@@ -35,16 +38,9 @@ TEMPERATURE = 0.8
 PROMPT = (3, *range(5, 30), *range(5, 20))
 
 
-class Model:
-    """A policy that hands out a model's weights, a tied head under both of its names."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def weights(self):
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.detach()
-        yield "lm_head.weight", self.model.get_output_embeddings().weight.detach()
+def weights_of(model):
+    """As a policy hands them out, a tied head under both of its names."""
+    return iter(model.state_dict().items())
 
 
 class Forgetful:
@@ -191,10 +187,10 @@ def largest_gap(model, replies) -> float:
 @needs_vllm
 def test_the_server_samples_what_was_pushed_with_its_tempered_log_probs(engine, models, tmp_path):
     old, new = (AutoModelForCausalLM.from_pretrained(folder) for folder in models)
-    push_weights(Model(old), engine)
+    push_weights(weights_of(old), engine)
     before, _ = sample(engine, range(8))
     assert largest_gap(old, before) < 1e-4 < largest_gap(new, before)
-    push_weights(Model(new), engine)
+    push_weights(weights_of(new), engine)
     after, shared = sample(engine, range(8))
     assert largest_gap(new, after) < 1e-4 < largest_gap(old, after)
     assert [reply.token_ids for reply in after] == [reply.token_ids for reply in sample(engine, range(8))[0]]
@@ -208,9 +204,9 @@ def test_the_server_samples_what_was_pushed_with_its_tempered_log_probs(engine, 
 @needs_vllm
 def test_a_push_that_forgets_a_weight_is_noticed(engine, models):
     old, new = (AutoModelForCausalLM.from_pretrained(folder) for folder in models)
-    push_weights(Model(old), engine)
+    push_weights(weights_of(old), engine)
     with pytest.raises(RuntimeError, match="does not hold the weights that were pushed"):
-        push_weights(Model(new), Forgetful(engine, {"model.layers.1.mlp.down_proj.weight"}))
+        push_weights(weights_of(new), Forgetful(engine, {"model.layers.1.mlp.down_proj.weight"}))
 
 
 @needs_vllm
@@ -220,11 +216,14 @@ def test_of_several_ranks_the_first_pushes_for_all(server, models, tmp_path):
 
 @needs_vllm
 def test_replies_that_are_aborted_hinder_no_push(engine, models):
-    engine.add(1, SampleRequest(PROMPT, 200, TEMPERATURE, seed=1))
+    for key in range(64):  # more than it runs at once, so that not all can be done soon
+        engine.add(key, SampleRequest(PROMPT, 200, TEMPERATURE, seed=key))
+    time.sleep(0.2)  # the server is at them
+    assert engine._calls and not all(call.done() for call in engine._calls.values())
     engine.abort_all()
     assert engine.step() == []
     time.sleep(0.2)  # the server learns of it from the closed connection
-    push_weights(Model(AutoModelForCausalLM.from_pretrained(models[0])), engine)
+    push_weights(weights_of(AutoModelForCausalLM.from_pretrained(models[0])), engine)
 
 
 @needs_vllm
@@ -233,6 +232,27 @@ def test_what_the_server_refuses_stops_the_run_with_its_words(engine):
     with pytest.raises(RuntimeError, match="gave no reply .*256"):
         while not engine.step():
             pass
+
+
+@needs_vllm
+def test_conversations_without_training_are_played_by_the_model_that_was_named(engine, server, models, tmp_path):
+    push_weights(weights_of(AutoModelForCausalLM.from_pretrained(models[0])), engine)  # what the server had
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "hello", "goal": "bees", "reference": "bees hum ."}\n')
+    values = {
+        "run": {"name": "shown"},
+        "model": {"path": models[1], "dtype": "float32"},
+        "data": {"train": tmp_path / "rows.jsonl"},
+        "engine": {"kind": "remote", "base_url": server, "weights_folder": tmp_path, "max_context_tokens": 256},
+        "rollout": {"prompts_per_step": 1, "max_reply_tokens": 20, "user": {"kind": "scripted"}},
+        "rewards": {"weights": {"token_amount": -1.0}, "truncated": "score"},
+    }
+    config = Config.model_validate(values)
+    inputs = read_inputs(config)
+    converse(config, inputs, *choose(config, inputs, "train", 1), None)
+    named = AutoModelForCausalLM.from_pretrained(models[1]).state_dict()
+    held = dict(engine.fingerprint())
+    name = "model.layers.0.self_attn.o_proj.weight"
+    assert held[(name,)] == pytest.approx(weight_mark(named[name]))
 
 
 def faulty(change):
@@ -273,9 +293,13 @@ def test_a_server_that_cannot_play_the_policy_is_refused_with_the_remedy(server,
 
 
 @needs_vllm
-def test_a_weights_folder_that_is_a_file_is_told(server, models):
-    with pytest.raises(ValueError, match="engine.weights_folder: cannot write in README.md"):
-        check_server(settings_for(server, Path("README.md")), models[0], "float32")
+def test_a_weights_folder_that_is_none_is_told_and_not_made(server, models, tmp_path):
+    for folder in (Path("README.md"), tmp_path / "gone"):
+        with pytest.raises(
+            ValueError, match=f"engine.weights_folder: cannot write in {folder} .*name a folder that exi"
+        ):
+            check_server(settings_for(server, folder), models[0], "float32")
+    assert not [*tmp_path.iterdir()]
 
 
 @needs_vllm
@@ -307,6 +331,11 @@ def test_a_server_that_is_not_there_is_told_with_how_to_start_one(tmp_path):
 def test_a_server_that_is_not_vllm_is_refused(tmp_path):
     with FakeEndpoint() as endpoint, pytest.raises(ValueError, match="is not a vLLM server"):
         check_server(settings_for(endpoint.base_url, tmp_path), tmp_path, "float32")
+
+
+def test_an_address_that_lacks_its_path_is_told():
+    with FakeEndpoint() as endpoint, pytest.raises(ValueError, match="HTTP 404; correct the address, .* ends in /v1"):
+        check_server(settings_for(endpoint.base_url.removesuffix("/v1"), Path(".")), Path("."), "float32")
 
 
 def test_a_key_that_is_not_set_is_told(tmp_path, monkeypatch):

@@ -114,10 +114,10 @@ def test_counts_of_the_roles_add_up_over_ranks():
     assert own == {
         "user/calls": 3, "user/retries": 1, "user/prompt_tokens": 21, "user/completion_tokens": 9, "user/seconds": 1.5,
         "judge/calls": 2, "judge/retries": 0, "judge/prompt_tokens": 14, "judge/completion_tokens": 6,
-        "judge/seconds": 0.25, "user/failures/timeout": 2,
+        "judge/seconds": 0.25, "user/errors/timeout": 2, "user/failures/timeout": 1,
     }  # fmt: skip
     assert summed([own, own, own])["judge/prompt_tokens"] == 42
-    assert summed([{"user/calls": 1}, own])["user/failures/timeout"] == 2  # a kind that one rank alone has met
+    assert summed([{"user/calls": 1}, own])["user/errors/timeout"] == 2  # a kind that one rank alone has met
     assert role_counts({}) == summed([{}, {}]) == {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ OVERLAPPED = {
     "run__save_every": 1,
     "evaluation__every": 1,
     "rollout__overlap": "one_step",
+    "rollout__train_on": "all_replies",
     "rollout__dynamic_sampling": {"max_rounds": 1},
     "loss__correction": "token",
 }
@@ -75,6 +77,15 @@ def test_the_recorded_version_is_the_one_whose_weights_sampled_the_batch(runs):
             assert gap(weights(folder, step - 1), kept["replies"]) > 1e-3  # the weights it is trained from
 
 
+def test_each_batch_is_begun_before_the_update_on_the_one_before_it_ends(runs):
+    order = ["started 1"]
+    for step in range(1, STEPS + 1):
+        order += [f"started {step + 1}"][: step < STEPS] + ["updated"]
+    for num_ranks, run in runs.items():
+        for rank in range(num_ranks):
+            assert (run.folder.parent / f"order_{rank}.txt").read_text().splitlines() == order
+
+
 def test_the_gap_is_held_to_rounding_where_the_batch_is_on_policy_and_measured_where_it_is_not(runs):
     gaps = [row["sampling/logp_gap_mean"] for row in runs[1].metrics]
     assert gaps[0] < 1e-5 and all(1e-3 < gap < 1 for gap in gaps[1:])
@@ -116,9 +127,12 @@ def test_replies_of_older_weights_need_a_correction():
     load_config(Path("configs/quickstart.yaml"), ["rollout.overlap=one_step", "loss.correction=sequence"])
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
 def test_an_engine_on_a_gpu_may_not_sleep_while_it_samples(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     config = load_config(prepare(tmp_path, **OVERLAPPED))
+    check_inputs(config)  # the transformers engine has no sleep
+    config = load_config(prepare(tmp_path, engine__kind="vllm", **OVERLAPPED))
     with pytest.raises(ValueError, match="set engine.sleep=false"):
         check_inputs(config)
     check_inputs(config.model_copy(update={"engine": config.engine.model_copy(update={"sleep": False})}))

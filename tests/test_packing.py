@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -220,6 +223,8 @@ def test_flex_attention_is_taken_on_a_gpu_unless_it_is_unwanted():
     assert choose_attention(config, gpu).implementation == "flex_attention"
     assert choose_attention(config, gpu, "dense").kind == "dense"
     assert choose_attention(GPT2Config(), gpu).kind == "prefix"  # its class takes no FlexAttention
+    with ThreadPoolExecutor(1) as autograds:  # whose thread must not compile less than ours
+        assert autograds.submit(lambda: torch._dynamo.config.recompile_limit).result() == 64
 
 
 @pytest.mark.parametrize(
@@ -232,12 +237,29 @@ def test_models_that_count_columns_get_one_sequence_per_row(config, reason):
 
 
 def test_the_block_mask_of_the_gpu_is_the_dense_mask():
-    batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
-    block = PackedAttention("flex", 0.0, "flex_attention", "").arguments(batch, torch.float32)["attention_mask"]
-    length = batch.input_ids_RL.shape[1]
-    index = torch.arange(length)
-    dense = [[[bool(block.mask_mod(r, 0, q, k)) for k in index] for q in index] for r in range(len(batch.segment_RL))]
-    assert torch.tensor(dense).equal(batch.attention_mask()[:, 0])
+    prompt = tuple(range(5, 155))
+    lengths = (120, 200, 3, 260)  # replies begin, end and lie within blocks of 128 tokens
+    replies = [TrainSequence(prompt, (7,) * n, (0.0,) * n, number, 1.0, 1.0) for number, n in enumerate(lengths)]
+    flex = PackedAttention("flex", 0.0, "flex_attention", "")
+    (rows,) = plan_micro_batches(replies, max_tokens=2048, multiple=flex.row_multiple)
+    batch = pack(rows, flex.row_multiple)
+    block, dense_RHLL = flex.arguments(batch, torch.float32)["attention_mask"], batch.attention_mask()
+    # Blocks that the GPU skips hold no pair that may be seen, and those that it takes whole hold no other.
+    seen_RHBB = torch.nn.functional.max_pool2d(dense_RHLL.float(), 128).bool()
+    whole_RHBB = ~torch.nn.functional.max_pool2d((~dense_RHLL).float(), 128).bool()
+    assert block.to_dense().bool().equal(seen_RHBB) and not seen_RHBB.all()
+    full = torch.zeros_like(seen_RHBB)
+    for r, h, q in product(*map(range, block.full_kv_num_blocks.shape)):
+        full[r, h, q, block.full_kv_indices[r, h, q, : block.full_kv_num_blocks[r, h, q]]] = True
+    assert full.equal(whole_RHBB) and full.any()
+    # And what it then computes is what the mask says.
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = torch.randn(3, 1, 2, dense_RHLL.shape[-1], 16, generator=generator)
+    own = batch.segment_RL[0] != PADDING
+    torch.testing.assert_close(
+        flex_attention(query, key, value, block_mask=block)[:, :, own],
+        torch.nn.functional.scaled_dot_product_attention(query, key, value, dense_RHLL)[:, :, own],
+    )
 
 
 def test_the_entropy_is_trained_on_only_where_it_was_asked_for():
@@ -259,7 +281,7 @@ def test_the_entropy_is_trained_on_only_where_it_was_asked_for():
 
 
 def test_the_head_sees_response_positions_alone_and_a_chunk_at_a_time(monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", 4 * 64)
+    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", {"cpu": 4 * 64})
     model, sizes = tiny(LlamaConfig), []
     model.causal_lm.lm_head.register_forward_hook(lambda _, inputs, logits: sizes.append(len(logits)))
     batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
+from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+from sacrebleu.tokenizers.tokenizer_re import TokenizerRegexp
 
 from rewards.bleu import bleu
 from rewards.interactivity import rubric
@@ -50,6 +53,12 @@ def test_char_bleu_counts_whitespace():
 def test_a_short_document_pays_the_brevity_penalty():
     # All its n-grams match; 5 characters for 10: exp(1 - 10/5).
     assert bleu("abcde", "abcdefghij", "char") == pytest.approx(math.exp(-1))
+
+
+def test_word_bleu_keeps_no_texts():
+    for number in range(3):
+        bleu(f"The hive hums {number} times.", "The hive hums.", "word")
+    assert Tokenizer13a.__call__.cache_info().currsize == TokenizerRegexp.__call__.cache_info().currsize == 0
 
 
 def test_an_empty_document_scores_zero():
@@ -111,6 +120,13 @@ def test_a_good_question_in_a_reply_that_was_cut_off_is_worth_three_quarters():
 
 def test_the_rubric_reads_the_first_reply_alone():
     assert rubric(conversation("Bees hum.", "Go on.", "What should the bees do next?"))[0] == 0
+
+
+def test_the_rubric_takes_the_topic_from_the_opening_that_the_reply_answers():
+    talk = conversation("What would the trains carry?")
+    opened = ({"role": "user", "content": "Tell me about trains."}, *talk.messages[1:])
+    assert rubric(talk)[1]["on_topic"] == 0
+    assert rubric(replace(talk, messages=opened, num_prompt_messages=0))[1]["on_topic"] == 1
 
 
 # ── tokens ──

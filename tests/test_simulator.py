@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ def scenario_of(goal: str = "Write about tea.", reference: str | None = None, nu
         reference=reference,
         data_source="test",
         row=number,
+        persona="A retired tea taster.",
     )
 
 
@@ -74,6 +76,7 @@ def test_the_model_answers_in_the_users_place():
     assert chat_in(request) == [OPENING, {"role": "assistant", "content": "Here is a draft."}]  # no system message
     text = request["messages"][0]["content"]
     assert '<goal>\n"Write about tea."\n</goal>' in text and '"writing an article"' in text
+    assert '<persona>\n"A retired tea taster."\n</persona>' in text
     schema = request["response_format"]["json_schema"]["schema"]
     assert list(schema["properties"]) == schema["required"] == ["current_answer", "thought", "reply"]
 
@@ -146,6 +149,21 @@ def test_what_is_close_to_json_is_read_like_json(text: str):
 
 
 @pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            '{"thought": "x", "reply": "Use {x} in the title and make it shorter."',
+            "Use {x} in the title and make it shorter.",
+        ),
+        ('{"reply": "Use {x}, please.",} I hope it helps.', "Use {x}, please."),
+        ("```\n{'reply': 'Use {x} as it is.'}\n```", "Use {x} as it is."),
+    ],
+)
+def test_braces_in_a_message_do_not_end_it(text: str, said: str):
+    assert read_texts(text, SCHEMA)["reply"] == said
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
         (7, "7"),
@@ -170,6 +188,7 @@ def test_whatever_stands_where_text_was_wanted_becomes_text(value: Any, text: st
         '"Add green tea."',
         "[1, 2]",
         '{"reply": "Add gre',
+        '{"reply": "Use {x} in the title and make it sho',
         '{"thought": "hm", "reply": ',
         "{" * 10_000,
         '{"reply": ' + "[" * 300,
@@ -201,11 +220,28 @@ def test_an_unusable_message_is_asked_for_again_and_then_an_error(unusable: Answ
         answer(user_of(endpoint, max_attempts=2), scenario, scenario.messages)
 
 
-@pytest.mark.parametrize("signal", ["[[TERMINATE CHAT]]", "[TERMINATE CHAT]", "TERMINATE CHAT", "[[TERMINATE_CHAT]]"])
-def test_a_stop_signal_without_all_its_brackets_still_ends_the_chat(signal: str):
+@pytest.mark.parametrize(
+    "signal",
+    [
+        "[[TERMINATE CHAT]]",
+        "[TERMINATE CHAT]",
+        "TERMINATE CHAT",
+        "[[TERMINATE_CHAT]]",
+        "[[Terminate Chat]]",
+        "[terminate-chat]",
+        "[[TERMINATE  CHAT]]",
+    ],
+)
+def test_a_stop_signal_that_is_not_spelt_to_the_letter_still_ends_the_chat(signal: str):
     scenario = scenario_of()
     with FakeEndpoint(reply(f"Thanks! {signal}")) as endpoint:
         assert answer(user_of(endpoint), scenario, scenario.messages) == UserTurn("Thanks!", satisfied=True)
+
+
+def test_a_user_that_speaks_of_ending_a_chat_does_not_end_it():
+    scenario = scenario_of()
+    with FakeEndpoint(reply("How do I terminate chat sessions in the app?")) as endpoint:
+        assert not answer(user_of(endpoint), scenario, scenario.messages).satisfied
 
 
 @pytest.mark.parametrize("goal", ['{"a": {}} {goal} {0}', "costs $5, ${conversation} $$", '"a" \\ line\nand < more'])
@@ -230,19 +266,20 @@ def test_an_assistant_message_cannot_leave_its_quotes():
 
 
 def test_many_conversations_at_once_keep_their_goals_to_themselves():
-    scenarios = [scenario_of(goal=f"goal-{number:03d}", number=number) for number in range(64)]
+    scenarios = [scenario_of(goal=f"goal-{number:03d}", number=number) for number in range(1000)]
+    delays = random.Random(1)
 
     def echo(body: dict[str, Any]) -> Answer:
         found = re.findall(r"goal-\d+", body["messages"][0]["content"])
-        return reply(f"I want {' '.join(found)}", delay_s=0.02)
+        return reply(f"I want {' '.join(found)}", delay_s=delays.random() * 0.2)
 
     async def all_at_once(user: LLMUser) -> list[UserTurn]:
         return await asyncio.gather(*(user.answer(scenario, scenario.messages) for scenario in scenarios))
 
     with FakeEndpoint(echo) as endpoint:
-        turns = asyncio.run(all_at_once(user_of(endpoint, max_concurrency=16)))
-        assert 1 < endpoint.most_at_once <= 16
-    assert [turn.text for turn in turns] == [f"I want goal-{number:03d}" for number in range(64)]
+        turns = asyncio.run(all_at_once(user_of(endpoint, max_concurrency=100)))
+        assert 1 < endpoint.most_at_once <= 100
+    assert [turn.text for turn in turns] == [f"I want goal-{number:03d}" for number in range(1000)]
 
 
 def test_the_fields_limits_fit_into_max_tokens():

@@ -110,7 +110,22 @@ def test_a_user_that_always_fails_ends_all_ranks_with_the_first_three_errors_and
     assert {path.name for path in run.folder.rglob("*") if path.is_file() and path.parent.name != "tensorboard"} == {
         "config.yaml",
         "environment.json",
+        "totals.json",
     }
+
+
+def test_a_user_that_fails_later_costs_no_step_that_was_done(tmp_path):
+    def answer(body):
+        return error(500, "gone") if (tmp_path / "run" / "metrics.jsonl").exists() else ANSWER
+
+    with FakeEndpoint(answer) as user:
+        config = prepare(
+            tmp_path, user.base_url, rollout__group_size=16, rollout__user__endpoint__max_attempts=1, run__steps=9
+        )
+        with SmallRun(config) as run:
+            assert run.wait() == 1, run.output
+    assert "conversations could not be judged" in run.output and [row["step"] for row in run.metrics] == [1]
+    AutoModelForCausalLM.from_pretrained(run.folder / "model")
 
 
 def test_a_budget_ends_the_run_after_the_step_that_used_it_up_as_a_success(tmp_path):
@@ -126,6 +141,17 @@ def test_a_budget_ends_the_run_after_the_step_that_used_it_up_as_a_success(tmp_p
     assert totals[-1] == 10 * num_calls  # each call reads 7 tokens and writes 3
     assert f"run.budget.user_tokens: 60 is used up ({totals[-1]:.0f} tokens); {len(totals)} of 50" in run.output
     assert (run.folder / "model" / "model.safetensors").exists()
+
+
+def test_what_was_sampled_ahead_is_trained_on_before_a_budget_ends_the_run(tmp_path):
+    with FakeEndpoint(ANSWER) as user:
+        overlapped = {"rollout__overlap": "one_step", "loss__correction": "token"}
+        config = prepare(tmp_path, user.base_url, run__steps=50, run__budget={"user_tokens": 60}, **overlapped)
+        with SmallRun(config) as run:
+            assert run.wait() == 0, run.output
+    totals = [row["total/user/prompt_tokens"] + row["total/user/completion_tokens"] for row in run.metrics]
+    assert all(total < 60 for total in totals[:-2]) and totals[-2] == totals[-1] == 10 * len(user.requests)
+    assert f"is used up ({totals[-1]:.0f} tokens); {len(totals)} of 50" in run.output
 
 
 def test_each_part_of_a_budget_is_used_up_on_its_own():

@@ -9,17 +9,15 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from grpo.sync import check_gap, max_gap, push_weights
+from grpo.policy import _buckets
+from grpo.sync import EngineDrift, check_gap, max_gap, push_weights
 from tests.tiny import make_model
 from tests.torchrun import torchrun
 
 
-class Weights:
-    """A policy of two weights."""
-
-    def weights(self):
-        yield "model.a.weight", torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-        yield "model.b.weight", torch.tensor([5.0, 6.0])
+def weights():
+    yield "model.a.weight", torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    yield "model.b.weight", torch.tensor([5.0, 6.0])
 
 
 class Holding:
@@ -38,25 +36,37 @@ class Holding:
 
 
 def test_a_mark_is_the_first_columns_sum_and_a_fused_weight_is_the_sum_of_its_parts():
-    push_weights(Weights(), Holding((("model.a.weight",), 4.0), (("model.b.weight",), 11.0)))
-    push_weights(Weights(), Holding((("model.a.weight", "model.b.weight"), 15.0)))
+    push_weights(weights(), Holding((("model.a.weight",), 4.0), (("model.b.weight",), 11.0)))
+    push_weights(weights(), Holding((("model.a.weight", "model.b.weight"), 15.0)))
     with pytest.raises(RuntimeError, match="1 differ, the first is model.b.weight"):
-        push_weights(Weights(), Holding((("model.a.weight",), 4.0), (("model.b.weight",), 11.5)))
+        push_weights(weights(), Holding((("model.a.weight",), 4.0), (("model.b.weight",), 11.5)))
 
 
 def test_an_engine_whose_weights_have_other_names_proves_nothing():
     with pytest.raises(RuntimeError, match="knows 0 of the 2 weights"):
-        push_weights(Weights(), Holding((("language_model.a.weight",), 4.0)))
+        push_weights(weights(), Holding((("language_model.a.weight",), 4.0)))
 
 
 @pytest.mark.parametrize("gap", [0.002, math.nan, math.inf])
 def test_a_gap_that_is_too_wide_or_unknown_stops_the_run(gap):
-    check_gap(0.0009, max_gap(torch.float32))
-    with pytest.raises(RuntimeError, match="nats from the trainer's"):
-        check_gap(gap, max_gap(torch.float32))
+    limit = max_gap(torch.float32, torch.device("cpu"))
+    check_gap(0.0009, limit)
+    with pytest.raises(EngineDrift, match="nats from the trainer's"):
+        check_gap(gap, limit)
 
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def test_weights_are_gathered_in_bounded_buckets():
+    parameters = [(name, torch.nn.Parameter(torch.zeros(10))) for name in "abcde"]  # 40 bytes each
+    parameters[3] = ("d", torch.nn.Parameter(torch.zeros(100)))  # larger than a bucket: in one alone
+    assert [[name for name, _ in bucket] for bucket in _buckets(parameters, limit=100)] == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e"],
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -48,18 +47,21 @@ def role_server(small_model, tmp_path_factory):
         try:
             address = f"http://127.0.0.1:{port}/v1"
             for _ in range(300):
-                assert script.poll() is None, (log / "script.log").read_text()
-                try:
-                    urllib.request.urlopen(f"{address}/models", timeout=1)
+                told = (log / "script.log").read_text()
+                assert script.poll() is None, told
+                if "serve_roles: ready" in told:
                     break
-                except OSError:
-                    time.sleep(1)
+                time.sleep(1)
             else:
-                pytest.fail(f"the server did not start: {(log / 'script.log').read_text()}")
+                pytest.fail(f"the server did not start: {told}")
+            assert f"rewards.judge.base_url={address}" in told
+            urllib.request.urlopen(f"{address}/models", timeout=10)  # ready it is
             yield address
         finally:
-            os.killpg(script.pid, signal.SIGTERM)
-            script.wait(timeout=60)
+            script.terminate()
+            assert script.wait(timeout=60) == 143
+        with pytest.raises(OSError):  # nothing of it is left
+            urllib.request.urlopen(f"{address}/models", timeout=1)
 
 
 def config_file(folder: Path, model: Path, address: str) -> Path:
@@ -154,9 +156,13 @@ def test_two_steps_with_a_real_user_and_judge(role_server, small_model, tmp_path
     tokenizer = AutoTokenizer.from_pretrained(run / "model")
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(small_model).chat_template
     assert list((run / "tensorboard").iterdir())
+    assert (run / "system_prompt.txt").read_text() == "You help people write short texts."  # of every row
     told = train("-m", "launch.report", run)
     assert told.returncode == 0 and "training reward" in told.stdout and "where things are" in told.stdout, told.stderr
+    assert "so no comparison" in told.stdout  # nothing was held out
+    assert "judge: " in told.stdout and " tokens read, " in told.stdout
     summary = json.loads((run / "summary.json").read_text())
+    assert summary["totals"]["judge/calls"] == steps[-1]["total/judge/calls"]  # no evaluation came after
     assert summary["steps"] == 2 and summary["engine"] == "vllm"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -92,6 +93,21 @@ def test_a_user_that_opens_is_asked_with_the_system_message_alone():
     assert talk.num_prompt_messages == 1 and talk.new_messages[0]["role"] == "user"
 
 
+def test_an_evaluation_from_an_empty_history_is_played_to_its_limit_and_scored():
+    chat, engine = words_engine(lambda prompt, seed: ["help"])
+    scorer = Scorer(RewardSettings(weights={"token_amount": 1.0}), chat, None, max_reply_tokens=40)
+    rollout = Rollout(RolloutSettings(user={"kind": "scripted"}), engine, chat, Patient())
+    settings = EvaluationSettings(user_opens=True, max_new_turns=6)
+    evaluation = asyncio.run(
+        evaluate(rollout, scorer, [with_system()], settings, step=3, seed=1, ranks=Alone(0, 1, torch.device("cpu")))
+    )
+    engine.close()
+    [row] = evaluation.rows
+    assert [message["role"] for message in row["messages"]] == ["system"] + ["user", "assistant"] * 3
+    assert row["num_prompt_messages"] == 1 and row["ended"] == "turn_limit"
+    assert evaluation.reward == row["reward"]["total"] == pytest.approx(0.003)  # three words
+
+
 def test_a_scripted_user_opens_with_the_prompts_own_words():
     [talk] = converse(ScriptedUser(), [with_system("what about the roof ?")], max_new_turns=4, user_opens=True)
     assert talk.messages[1]["content"] == "what about the roof ?"
@@ -159,16 +175,31 @@ def test_a_system_prompt_stands_before_every_prompt(tmp_path):
     (tmp_path / "mine.txt").write_text(" ask first \n")
     assert system_prompt(str(tmp_path / "mine.txt")) == "ask first"
     assert system_prompt("proactive") == SYSTEM_PROMPTS["proactive"].read_text().strip()
-    rows = with_system_prompt([scenario(0), scenario(1, "bees")], "ask first", Path("x.jsonl"))
+    rows = with_system_prompt([scenario(0), scenario(1, "bees")], "ask first")
     assert [[m["content"] for m in row.messages] for row in rows] == [["ask first", "hello"], ["ask first", "bees"]]
     [talk] = converse(Patient(), rows[:1], user_opens=True)
     assert talk.messages[0] == {"role": "system", "content": "ask first"}
 
 
-def test_a_system_prompt_is_refused_where_a_prompt_has_its_own_or_the_file_will_not_do(tmp_path):
-    with pytest.raises(ValueError, match="x.jsonl, row 0: the prompt has a system message of its own"):
-        with_system_prompt([with_system()], "ask first", Path("x.jsonl"))
-    with pytest.raises(ValueError, match="rollout.system_prompt: cannot read .*gone.txt.* one of: proactive"):
+def test_a_system_prompt_takes_the_place_of_the_prompts_own(tmp_path, small_model, capsys):
+    for text, messages in (("ask first", ["ask first", "hello"]), (system_prompt("none"), ["hello"])):
+        for rows in (with_system_prompt([with_system()], text), with_system_prompt([scenario()], text)):
+            assert [message["content"] for message in rows[0].messages] == messages
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        json.dumps(
+            {"prompt": [{"role": "system", "content": "own"}, {"role": "user", "content": "x"}], "reference": "y"}
+        )
+        + '\n{"prompt": "x", "reference": "y"}\n'
+    )
+    settings = [f"model.path={small_model}", f"run.folder={tmp_path}", f"data.train={rows}", "data.validation=null"]
+    inputs = check_inputs(load_config(Path("configs/quickstart.yaml"), [*settings, "rollout.system_prompt=none"]))
+    assert [len(row.messages) for row in inputs.train] == [1, 1]
+    assert "takes the place of the system messages of 1 prompts" in capsys.readouterr().out
+
+
+def test_a_system_prompt_whose_file_will_not_do_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="rollout.system_prompt: cannot read .*gone.txt.* one of: proactive, none"):
         system_prompt(str(tmp_path / "gone.txt"))
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(ValueError, match="rollout.system_prompt: .*empty.txt is empty"):

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from grpo.checkpoint import ModelWriter
+from grpo.config_file import load_config
+from grpo.experience import Group
+from grpo.trainer import Trainer
+from rewards.scoring import ReplyReward
+from tests.groups import Alone
 from tests.programs import update_program as program
 from tests.tiny import make_model
 from tests.torchrun import torchrun
@@ -23,6 +32,25 @@ def read(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict(), json.loads((folder / "metrics.json").read_text())
 
 
+def test_the_kl_is_taken_from_the_reward_before_replies_are_compared():
+    groups = [
+        Group(None, position, ((),) * 2, ((),) * 2, tuple(ReplyReward(r, True, {}, {}, {}) for r in rewards))
+        for position, rewards in enumerate(((1.0, 0.0), (1.0, 1.0)))
+    ]
+    config = load_config(
+        Path("configs/quickstart.yaml"), ["loss.kl_coef=0.1", "loss.kl_placement=in_reward", "advantage.scale=none"]
+    )
+    trainer = SimpleNamespace(
+        config=config,
+        ranks=Alone(0, 1, torch.device("cpu")),
+        updater=SimpleNamespace(reply_kl=lambda groups: ([[1.0, 3.0], [1.0, 3.0]], 0.25)),
+    )
+    own, kl, mean = Trainer.advantages(trainer, groups)
+    # 1 - 0.1 and 0 - 0.3: 0.6 on both sides of their mean. Rewards that are equal stay no signal, whatever the KL.
+    assert own[0] == pytest.approx([0.6, -0.6]) and own[1] == [0.0, 0.0]
+    assert kl == [[1.0, 3.0], [1.0, 3.0]] and mean == 0.25
+
+
 @pytest.fixture(scope="module")
 def one_rank(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
@@ -33,7 +61,8 @@ def one_rank(model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_ranks(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    cases = [f"{stage}/float32" for stage in range(4)] + ["0/bfloat16", "3/bfloat16"]
+    cases = [f"{stage}/{dtype}" for stage in range(4) for dtype in ("float32", "bfloat16")]
+    cases += ["3/float32/checkpointed", "3/bfloat16/checkpointed"]
     torchrun(2, "tests.programs.update_program", model, folder, *cases)
     return {case: read(folder / case) for case in cases}
 
@@ -84,6 +113,23 @@ def distance(one, other):
     )
 
 
+def test_a_generation_config_stays_what_it_is_even_none_or_one_that_transformers_would_not_write(model, tmp_path):
+    odd = {"eos_token_id": 1, "temperature": 0.6, "top_p": 0.9}  # without do_sample, as some folders have it
+    for name, text in (("odd", json.dumps(odd)), ("none", None)):
+        shutil.copytree(model, tmp_path / name)
+        file = tmp_path / name / "generation_config.json"
+        file.unlink() if text is None else file.write_text(text)
+        policy = SimpleNamespace(
+            ranks=Alone(0, 1, torch.device("cpu")),
+            causal_lm=AutoModelForCausalLM.from_pretrained(tmp_path / name),
+            state_on_main=lambda: None,
+        )
+        policy.causal_lm.generation_config = GenerationConfig()  # as Policy does
+        ModelWriter(policy, tmp_path / name).save(tmp_path / "saved")
+        saved = tmp_path / "saved" / "generation_config.json"
+        assert (saved.read_text() if saved.exists() else None) == text
+
+
 def test_one_rank_ends_at_the_weights_of_plain_torch(model, one_rank):
     state, metrics = one_rank
     assert distance(state, in_plain_torch(model)) < 1e-4
@@ -91,17 +137,17 @@ def test_one_rank_ends_at_the_weights_of_plain_torch(model, one_rank):
     assert [m["update/optimizer_steps"] for m in metrics] == [2, 2]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_ranks_end_at_the_weights_of_one(one_rank, two_ranks, stage):
-    state, metrics = two_ranks[f"{stage}/float32"]
+@pytest.mark.parametrize("case", [*(f"{stage}/float32" for stage in range(4)), "3/float32/checkpointed"])
+def test_two_ranks_end_at_the_weights_of_one(one_rank, two_ranks, case):
+    state, metrics = two_ranks[case]
     assert distance(state, one_rank[0]) < 1e-4
     for one, two in zip(one_rank[1], metrics, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_bfloat16_trains_in_the_same_direction(model, one_rank, two_ranks, stage):
-    state, metrics = two_ranks[f"{stage}/bfloat16"]
+@pytest.mark.parametrize("case", [*(f"{stage}/bfloat16" for stage in range(4)), "3/bfloat16/checkpointed"])
+def test_bfloat16_trains_in_the_same_direction(model, one_rank, two_ranks, case):
+    state, metrics = two_ranks[case]
     assert next(iter(state.values())).dtype == torch.bfloat16
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
     moves = [torch.cat([(s[n].float() - start[n]).flatten() for n in start]) for s in (state, one_rank[0])]

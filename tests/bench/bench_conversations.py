@@ -4,15 +4,17 @@
 
 It takes about seven minutes on two cores; nothing else should run beside it.
 
-Part A, `driver`: our driver (`Rollout.play` over `SharedEngine`) with an engine and users of known speed. The engine's
+Part A, `driver`: our driver (`Rollout.play` over `SharedEngine`) with an engine and a user of known speed. The engine's
 step sleeps 10 ms and gives every running reply one token, up to 64 replies at once, first come, first served. Replies
-have 16 to 48 tokens. The user is a coroutine whose answers take a log-normal time (mean 1 s, sigma 0.8) and end the
-conversation one time in eight; both are drawn from what was said so far, so that every way of driving does the same
-work, and the bench fails where it did not. Chat template and tokenizer are the real ones. 16 prompts x 8 replies x 2
+have 16 to 48 tokens. The user is the simulated user of a run (`LLMUser`, with its prompt and its client) at an HTTP
+server, a process of its own, whose answers take a log-normal time (mean 1 s, sigma 0.8) and end the conversation one
+time in eight; both are drawn from what was said so far, so that every way of driving does the same work, and the bench
+fails where it did not. Chat template and tokenizer are the real ones. Nothing is judged. 16 prompts x 8 replies x 2
 continuations = 256 conversations.
 
 wall_s             from the first request to the last conversation's end; median over the rounds.
-critical_path_s    the longest single conversation had it an engine to itself: its tokens x 10 ms + its user's seconds.
+critical_path_s    the longest single conversation had it an engine to itself: its tokens x 10 ms + its user's seconds,
+                   without those of HTTP.
 over_critical_path wall_s / critical_path_s (goal: at most 1.15).
 by_turns_s         the same conversations by turns: every user waits until all have a reply, every reply until all users
                    have answered.
@@ -37,15 +39,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import math
+import multiprocessing
 import random
+import re
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +62,12 @@ from rollout.chat import Chat
 from rollout.conversation import Rollout, RolloutPlan, User
 from rollout.engine import Sampled, SampleRequest, SharedEngine
 from rollout.engine_vllm import VLLMEngine, _sampled
-from rollout.settings import EngineSettings, RolloutSettings
-from rollout.simulator import UserTurn
+from rollout.llm_client import LLMClient
+from rollout.prompting import as_data, visible
+from rollout.settings import EndpointSettings, EngineSettings, RolloutSettings, UserSettings
+from rollout.simulator import STOP_SIGNAL, LLMUser, UserTurn
 from rollout.types import Conversation, Message, Scenario
+from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, says
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -142,20 +151,41 @@ class KnownEngine:
     def close(self) -> None: ...
 
 
-class KnownUser:
-    """Answers after a time, and with words, that depend only on what was said."""
+def draw(chat: str) -> tuple[float, str]:
+    """(seconds, message) of the user who was shown `chat`."""
+    random_of_chat = random.Random(chat)
+    seconds = random_of_chat.lognormvariate(math.log(LATENCY_MEAN_S) - LATENCY_SIGMA**2 / 2, LATENCY_SIGMA)
+    ends = random_of_chat.random() < P_SATISFIED
+    return (
+        seconds,
+        f"Please go on, and mention the number {random_of_chat.randrange(1000)}. {STOP_SIGNAL if ends else ''}",
+    )
 
-    def draw(self, messages: Sequence[Message]) -> tuple[float, UserTurn]:
-        """(seconds, answer)"""
-        draw = random.Random(repr(messages))
-        seconds = draw.lognormvariate(math.log(LATENCY_MEAN_S) - LATENCY_SIGMA**2 / 2, LATENCY_SIGMA)
-        satisfied = draw.random() < P_SATISFIED
-        return seconds, UserTurn(f"Please go on, and mention the number {draw.randrange(1000)}.", satisfied)
 
-    async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
-        seconds, turn = self.draw(messages)
-        await asyncio.sleep(seconds)
-        return turn
+def answer(body: dict[str, Any]) -> Answer:
+    (chat,) = re.findall(r"<chat>\n(.*)\n</chat>", body["messages"][0]["content"])
+    seconds, message = draw(chat)
+    return says({"current_answer": "", "thought": "", "reply": message}, delay_s=seconds)
+
+
+def serve(ready: Connection) -> None:
+    """A process that is the user's server, until `ready` is closed."""
+    with FakeEndpoint(answer) as endpoint:
+        ready.send(endpoint.base_url)
+        with contextlib.suppress(EOFError):
+            ready.recv()
+
+
+@contextlib.contextmanager
+def user_server() -> Iterator[str]:
+    """Its address."""
+    own, others = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(others,), daemon=True)
+    process.start()
+    others.close()
+    yield own.recv()
+    own.close()
+    process.join()
 
 
 class ByTurns:
@@ -188,17 +218,19 @@ class ByTurns:
                 future.set_result(None)
 
 
-def alone_s(conversation: Conversation, user: KnownUser) -> float:
+def alone_s(conversation: Conversation) -> float:
     """Seconds of a conversation that has the engine to itself."""
     tokens = sum(len(reply.token_ids) for reply in conversation.replies)
     asked = [end for end, message in enumerate(conversation.messages, start=1) if message["role"] == "assistant"]
     if conversation.ended != "user_satisfied":
         asked.pop()  # nobody answered the last reply
-    return tokens * STEP_S + sum(user.draw(list(conversation.messages[:end]))[0] for end in asked)
+    return tokens * STEP_S + sum(draw(as_data(visible(conversation.messages[:end])))[0] for end in asked)
 
 
-def play_known(chat: Chat, max_user_turns: int, by_turns: bool) -> tuple[Figures, list[Conversation]]:
-    prompts, user = scenarios(16), KnownUser()
+def play_known(chat: Chat, address: str, max_user_turns: int, by_turns: bool) -> tuple[Figures, list[Conversation]]:
+    endpoint = EndpointSettings(base_url=address, model=MODEL, max_concurrency=512)
+    prompts, client = scenarios(16), LLMClient("user", endpoint)
+    user = LLMUser(client, UserSettings(kind="llm", endpoint=endpoint))
     engine = SharedEngine(KnownEngine(range(1000, 20000)))
     settings = RolloutSettings(
         max_user_turns=max_user_turns, max_assistant_turns=max_user_turns + 1, user={"kind": "scripted"}
@@ -208,23 +240,33 @@ def play_known(chat: Chat, max_user_turns: int, by_turns: bool) -> tuple[Figures
         played_by = ByTurns(user, len(prompts) * PLAN.group_size * PLAN.continuations)
         on_end = played_by.on_end
     started = time.perf_counter()
-    played = asyncio.run(Rollout(settings, engine, chat, played_by).play(prompts, PLAN, on_end))
+    played = asyncio.run(play(Rollout(settings, engine, chat, played_by), prompts, client, on_end))
     wall_s = time.perf_counter() - started
+    if client.counts.errors:
+        sys.exit(f"the user's server failed: {dict(client.counts.errors)}")
     conversations = [talk for group in played for sample in group for talk in sample]
     num_tokens = engine.num_tokens
     engine.close()
     return {
         "wall_s": wall_s,
-        "critical_path_s": max(alone_s(conversation, user) for conversation in conversations),
+        "critical_path_s": max(map(alone_s, conversations)),
         "slots_full_s": num_tokens * STEP_S / SLOTS,
         "num_tokens": num_tokens,
         "gap_ms": statistics.mean(engine.engine.gaps_s) * 1000,
     }, conversations
 
 
-def bench_driver(chat: Chat, max_user_turns: int, rounds: int) -> Figures:
-    runs = [play_known(chat, max_user_turns, by_turns=False) for _ in range(rounds)]
-    batched, batched_conversations = play_known(chat, max_user_turns, by_turns=True)
+async def play(
+    rollout: Rollout, prompts: Sequence[Scenario], client: LLMClient, on_end: Callable[[Conversation], None]
+) -> list[list[list[Conversation]]]:
+    played = await rollout.play(prompts, PLAN, on_end)
+    await client.close()
+    return played
+
+
+def bench_driver(chat: Chat, address: str, max_user_turns: int, rounds: int) -> Figures:
+    runs = [play_known(chat, address, max_user_turns, by_turns=False) for _ in range(rounds)]
+    batched, batched_conversations = play_known(chat, address, max_user_turns, by_turns=True)
     if any(conversations != batched_conversations for _, conversations in runs):
         sys.exit(f"{max_user_turns} user turns: the conversations differ, so it was not the same work")
     result = medians([run for run, _ in runs])
@@ -373,8 +415,11 @@ def main() -> None:
         sys.exit(2)
     chat = Chat.load(options.model)
     result: Figures = {"threads": torch.get_num_threads(), "driver": {}}
+    with user_server() as address:
+        for turns in USER_TURNS:
+            result["driver"][f"user_turns_{turns}"] = bench_driver(chat, address, turns, options.rounds)
     for turns in USER_TURNS:
-        known = result["driver"][f"user_turns_{turns}"] = bench_driver(chat, turns, options.rounds)
+        known = result["driver"][f"user_turns_{turns}"]
         goals = f" (goal {OVER_CRITICAL_GOAL}: {reached(known['over_critical_path'] <= OVER_CRITICAL_GOAL)})"
         print(f"{known['conversations']} conversations of up to {turns} user turns: {known['wall_s']:.2f} s")
         print(f"  {known['over_critical_path']:.3f} x the longest one's {known['critical_path_s']:.2f} s{goals}")

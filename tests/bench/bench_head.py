@@ -29,7 +29,7 @@ VOCABULARY, WIDTH = 151_936, 1024
 class Head(nn.Module):
     """A causal language model that is all head."""
 
-    dtype = torch.float32
+    dtype, device = torch.float32, torch.device("cpu")
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,6 +22,8 @@ def main() -> None:
     address, model, new_model, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4])
     ranks = Ranks.join()
     own_folder = folder / f"rank-{ranks.rank}"
+    if ranks.is_main:  # the others never write
+        own_folder.mkdir()
     settings = EngineSettings(kind="remote", base_url=address, weights_folder=own_folder, max_context_tokens=256)
     engine = RemoteEngine(settings, stop_ids=(1,))
     for pushed in (model, new_model):

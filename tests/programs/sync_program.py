@@ -80,7 +80,7 @@ def main() -> None:
         EngineSettings(kind=kind, max_context_tokens=128), model, torch.float32, ranks.device, chat.stop_ids
     )
     results = {"engine": engine.name}
-    push_weights(policy, engine)
+    push_weights(policy.weights(), engine)
     sequences = sample(engine, chat, range(8))
     results["same_seed_same_text"] = [s.response_ids for s in sample(engine, chat, [3, 9])][0] == sequences[
         3
@@ -93,12 +93,17 @@ def main() -> None:
         train_on(policy, sequences)
         engine.sleep()  # deep on a GPU, where waking loads nothing back
         try:
-            push_weights(policy, Forgetful(engine, forgets))
+            push_weights(policy.weights(), Forgetful(engine, forgets))
             results[f"forgot {next(iter(forgets))}"] = "not noticed"
         except RuntimeError as error:
             results[f"forgot {next(iter(forgets))}"] = str(error)
     engine.sleep()
-    push_weights(policy, engine)
+    push_weights(policy.weights(), engine)
+    for key in range(8):  # an engine that still ran some of these would refuse the push, or give them back below
+        engine.add(1000 + key, SampleRequest(sequences[0].prompt_ids, 64, TEMPERATURE, seed=key))
+    engine.step()
+    engine.abort_all()
+    push_weights(policy.weights(), engine)
     results["gap_after"] = gap(policy, sample(engine, chat, range(8)))
     shares = ranks.gather(results)
     if ranks.is_main:

@@ -1,8 +1,8 @@
 """Two steps of updates on fixed replies, on however many ranks torchrun started; saves the weights.
 
-    torchrun --nproc_per_node 2 -m tests.programs.update_program MODEL OUT STAGE/DTYPE [STAGE/DTYPE ...]
+    torchrun --nproc_per_node 2 -m tests.programs.update_program MODEL OUT STAGE/DTYPE[/checkpointed] ...
 
-The weights of each case go to OUT/STAGE/DTYPE.
+The weights of each case go to a folder of its name in OUT.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from grpo import logprobs
-from grpo.checkpoint import save_model_folder
+from grpo import logprobs, policy
+from grpo.checkpoint import ModelWriter
 from grpo.config import (
     DeepSpeedSettings,
     LossSettings,
@@ -34,6 +35,7 @@ LOSS = LossSettings(kl_coef=0.1, kl_estimator="k3", dual_clip=3.0)
 # A large epsilon: Adam divides by the size of a gradient, which makes rounding of tiny ones count in full.
 OPTIMIZER = OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.01, max_grad_norm=0.5)
 TEMPERATURE = 0.8
+CONFIG = policy.deepspeed_config
 ADVANTAGES = [[1.0, -1.0, 0.0], [0.5, 0.25, -0.75], [0.0, 0.0, 0.0], [2.0, -1.0, -1.0]]
 
 
@@ -60,13 +62,13 @@ def make_groups() -> list[Group]:
     ]
 
 
-def run(model: Path, stage: int, dtype: str, out: Path, ranks: Ranks) -> None:
-    settings = ModelSettings(path=model, dtype=dtype)
+def run(model: Path, stage: int, dtype: str, checkpointed: bool, out: Path, ranks: Ranks) -> None:
+    settings = ModelSettings(path=model, dtype=dtype, gradient_checkpointing=checkpointed)
     zero = DeepSpeedSettings(stage=stage)
-    policy = Policy(settings, OPTIMIZER, zero, temperature=TEMPERATURE, total_steps=100, ranks=ranks)
+    trained = Policy(settings, OPTIMIZER, zero, temperature=TEMPERATURE, total_steps=100, ranks=ranks)
     reference = Reference(settings, zero, temperature=TEMPERATURE, ranks=ranks)
     updater = Updater(
-        policy,
+        trained,
         reference,
         LOSS,
         UpdateSettings(max_tokens_per_micro_batch=24),
@@ -79,19 +81,27 @@ def run(model: Path, stage: int, dtype: str, out: Path, ranks: Ranks) -> None:
     # Two ranks get three groups and one, so that one of them idles in the second mini-batch.
     own = groups if ranks.world_size == 1 else [g for g in groups if (g.position == 1) == (ranks.rank == 1)]
     metrics = [updater.update(own, [ADVANTAGES[g.position] for g in own], NUM_PROMPTS) for _ in range(STEPS)]
-    save_model_folder(policy, model, out)
+    ModelWriter(trained, model).save(out)
     if ranks.is_main:
         (out / "metrics.json").write_text(json.dumps(metrics))
 
 
+def sharded_throughout(*settings: Any) -> dict[str, Any]:
+    """DeepSpeed keeps small weights whole at stage 3, which are all that the model has; large ones come and go."""
+    config = CONFIG(*settings)
+    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
+    return config
+
+
 def main() -> None:
-    logprobs.CHUNK_LOGITS = 5 * 30  # so that ranks need different numbers of chunks, and must agree
+    logprobs.CHUNK_LOGITS = {"cpu": 5 * 30}  # so that ranks need different numbers of chunks, and must agree
+    policy.deepspeed_config = sharded_throughout
     model, out = map(Path, sys.argv[1:3])
     ranks = Ranks.join()
     for case in sys.argv[3:]:
-        stage, dtype = case.split("/")
-        (out / stage).mkdir(parents=True, exist_ok=True)
-        run(model, int(stage), dtype, out / stage / dtype, ranks)
+        stage, dtype, *checkpointed = case.split("/")
+        (out / case).parent.mkdir(parents=True, exist_ok=True)
+        run(model, int(stage), dtype, bool(checkpointed), out / case, ranks)
     ranks.leave()
     end_process()
 
