@@ -17,6 +17,9 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+MOST_FROM_THE_HEAP = 32 * 2**20
+"""Bytes of one block; glibc takes no more for this threshold."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -80,9 +83,10 @@ def _keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt:
-        m_trim_threshold, m_mmap_max = -1, -4
+        m_trim_threshold, m_mmap_threshold = -1, -3
         mallopt(m_trim_threshold, -1)  # never give back the end of the heap
-        mallopt(m_mmap_max, 0)  # nor serve large blocks from outside of it
+        # Nor serve large blocks from outside of it, but for the largest: they would leave holes, up to 0.6 GiB of them.
+        mallopt(m_mmap_threshold, MOST_FROM_THE_HEAP)
 
 
 def end_process(code: int = 0) -> NoReturn:
