@@ -14,7 +14,7 @@ from grpo.config import Config
 from grpo.experience import Group, play_and_score
 from grpo.metrics import role_counts
 from grpo.ranks import Ranks
-from rewards.scoring import FAILURES_TOLD, Scorer, check_failure_rate
+from rewards.scoring import Scorer, check_failure_rate, first_different
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.data import batch_rows, spare_rows
 from rollout.llm_client import LLMClient
@@ -120,7 +120,7 @@ class Collector:
         failures = [failure for _, failed in shares for failure in failed]
         self.num_started += started
         self.num_failed += len(failures)
-        self.first_failures = [*dict.fromkeys(self.first_failures + failures)][:FAILURES_TOLD]
+        self.first_failures = first_different(self.first_failures + failures)
         check_failure_rate(len(failures), started, failures, self.max_failure_rate)
         # Steps may be too small to tell.
         check_failure_rate(self.num_failed, self.num_started, self.first_failures, self.max_failure_rate)

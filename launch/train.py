@@ -33,7 +33,7 @@ from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rollout.chat import Chat, check_context
 from rollout.conversation import Rollout, User
-from rollout.data import fit_prompts, has_system_prompt, read_scenarios, steps_per_epoch, with_system_prompt
+from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
 from rollout.engine import SharedEngine, build_engine, choose_engine
 from rollout.llm_client import LLMClient
 from rollout.policy_server import check_server
@@ -89,7 +89,7 @@ def read_inputs(config: Config) -> Inputs:
     def scenarios(path: Path) -> tuple[list[Scenario], int]:
         rows = read_scenarios(path, need_reference=need_reference, user=config.rollout.user.kind)
         if system is not None:
-            if own := sum(map(has_system_prompt, rows)):
+            if own := sum(len(row.system) for row in rows):
                 say(f"note: {path}: rollout.system_prompt takes the place of the system messages of {own} prompts")
             rows = with_system_prompt(rows, system)
         kept, longest = fit_prompts(rows, chat, config.data, path, config.max_prompt_tokens)

@@ -158,11 +158,15 @@ async def score_batch(scorer: Scorer, conversations: Sequence[Conversation]) -> 
     return [scores[_key(conversation)] for conversation in conversations]
 
 
+def first_different(failures: Sequence[str]) -> list[str]:
+    """What a message tells of them."""
+    return [*dict.fromkeys(failures)][:FAILURES_TOLD]
+
+
 def check_failure_rate(failed: int, started: int, first_failures: Sequence[str], limit: float) -> None:
     """Raises TooManyFailures with the first few failures where more than `limit` of all conversations failed."""
     if started >= MIN_STARTED and failed > limit * started:
-        different = [*dict.fromkeys(first_failures)][:FAILURES_TOLD]
-        causes = "\n".join(f"  - {failure}" for failure in different)
+        causes = "\n".join(f"  - {failure}" for failure in first_different(first_failures))
         raise TooManyFailures(
             f"{failed} of {started} conversations could not be judged (rewards.max_failure_rate: {limit:g}):\n"
             f"{causes}\nCheck that the servers of rollout.user and rewards.judge answer, and that their max_tokens and "

@@ -106,7 +106,7 @@ class Chat:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True).strip()
 
     def without_control_tokens(self, text: str) -> str:
-        """`text` with a blank for each control token that it spells out: in a prompt it would be one."""
+        """`text`, stripped, with a blank for each control token that it spells out: in a prompt it would be one."""
         return self._control.sub(" ", text).strip()
 
     def num_tokens(self, text: str) -> int:

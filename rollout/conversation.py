@@ -119,7 +119,7 @@ class Rollout:
     async def _sample(
         self, scenario: Scenario, sample: int, plan: RolloutPlan, on_end: Callable[[Conversation], None]
     ) -> list[Conversation]:
-        prompt = _system(scenario) if plan.user_opens else scenario.messages
+        prompt = scenario.system if plan.user_opens else scenario.messages
         talk = _Talk(scenario, sample, 0, prompt, [], [])
         over = await self._begin(talk, plan)
         if over:
@@ -202,7 +202,3 @@ class Rollout:
         sampled = await self.engine.sample(request)
         text = self.chat.text(sampled.token_ids)
         return Reply(request.prompt_ids, sampled.token_ids, sampled.logprobs, text, sampled.finish_reason)
-
-
-def _system(scenario: Scenario) -> tuple[Message, ...]:
-    return tuple(message for message in scenario.messages if message["role"] == "system")

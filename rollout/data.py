@@ -151,23 +151,16 @@ def _messages(where: str, prompt: Any) -> tuple[Message, ...]:
     return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
 
 
-def has_system_prompt(scenario: Scenario) -> bool:
-    return scenario.messages[0]["role"] == "system"
-
-
 def with_system_prompt(scenarios: Sequence[Scenario], text: str) -> list[Scenario]:
     """The scenarios behind the system message `text` (none where it is empty), in place of their own."""
     system = ({"role": "system", "content": text},) if text else ()
-    return [
-        replace(scenario, messages=system + scenario.messages[has_system_prompt(scenario) :]) for scenario in scenarios
-    ]
+    return [replace(scenario, messages=system + scenario.messages[len(scenario.system) :]) for scenario in scenarios]
 
 
 def common_system_prompt(scenarios: Sequence[Scenario]) -> str | None:
     """The system message that all of them begin with; None where there is no such one."""
-    firsts = {(scenario.messages[0]["role"], scenario.messages[0]["content"]) for scenario in scenarios}
-    (role, content), *others = firsts
-    return content if role == "system" and not others else None
+    found = {message["content"] for scenario in scenarios for message in scenario.system}
+    return found.pop() if len(found) == 1 and all(scenario.system for scenario in scenarios) else None
 
 
 def fit_prompts(

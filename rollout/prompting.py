@@ -38,7 +38,10 @@ class Prompt:
         found = set(self._template.get_identifiers())
         for problem, wrong in (("lacks", needed - found), ("has the unknown placeholder", found - known)):
             if wrong:
-                raise ValueError(f"{file}: the prompt {problem} ${{{min(wrong)}}}; it may use these:{names}")
+                free = f" ({', '.join(sorted(known - needed))} may be left out)" if known - needed else ""
+                raise ValueError(
+                    f"{file}: the prompt {problem} ${{{min(wrong)}}}; it must use exactly these:{names}{free}"
+                )
 
     def fill(self, **values: Any) -> str:
         """The prompt's text with each placeholder replaced by its value as JSON."""

@@ -37,6 +37,11 @@ class Scenario:
     persona: str = ""
     """Who the user is, for the user simulator alone; empty where the data leave it open."""
 
+    @property
+    def system(self) -> tuple[Message, ...]:
+        """The system message, where the prompt has one: it is the first."""
+        return self.messages[: self.messages[0]["role"] == "system"]
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:
