@@ -8,6 +8,8 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from rollout.cores import leave_cores
+
 T = TypeVar("T")
 
 
@@ -29,11 +31,17 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Waits for the result. Raises what the coroutine raised."""
-        return self.start(coroutine).result()
+        """Starts it and waits for its result."""
+        return wait_for(self.start(coroutine))
 
     def _serve(self) -> None:
         with asyncio.Runner() as runner:
             self._loop, self._closing = runner.get_loop(), asyncio.Event()
             self._ready.set()
             runner.run(self._closing.wait())
+
+
+def wait_for(future: Future[T]) -> T:
+    """The result of what was started; the engine has the cores meanwhile. Raises what the coroutine raised."""
+    leave_cores()
+    return future.result()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo.advantages import has_signal
-from grpo.background import LoopThread
+from grpo.background import LoopThread, wait_for
 from grpo.config import Config
 from grpo.experience import Group, play_and_score
 from grpo.metrics import role_counts
@@ -82,7 +82,7 @@ class Collector:
         for last in [False] * self.sampling.dynamic_sampling.max_rounds + [True]:
             replaced += [group for position, group in groups.items() if position in wanted]
             groups = {position: group for position, group in groups.items() if position not in wanted}
-            played = playing.result()
+            played = wait_for(playing)
             self._check_failures(played)
             groups |= {group.position: group for group in played}
             if last:

@@ -86,18 +86,14 @@ class Policy:
     def causal_lm(self) -> torch.nn.Module:
         return self.engine.module.causal_lm
 
-    def num_chunks(self, batch: PackedBatch) -> int:
-        """How many chunks the head needs for a micro-batch."""
-        return self.engine.module.num_chunks(batch)
-
-    def logprobs(self, batch: PackedBatch, num_chunks: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probs [N], entropies [N]) with gradients. Collective under ZeRO-3, with the same `num_chunks`."""
-        return self.engine(batch, num_chunks)
+    def logprobs(self, batch: PackedBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs [N], entropies [N]) with gradients. Collective under ZeRO-3."""
+        return self.engine(batch)
 
     @torch.no_grad()
-    def frozen_logprobs(self, batch: PackedBatch, num_chunks: int | None = None) -> torch.Tensor:
+    def frozen_logprobs(self, batch: PackedBatch) -> torch.Tensor:
         """Log-probs [N] of the present weights, no gradients. Collective as `logprobs` is."""
-        return self.engine(batch, num_chunks)[0]
+        return self.engine(batch)[0]
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Accumulates the gradient of this rank's share of the step's loss; `is_last` before `step`."""
@@ -181,9 +177,9 @@ class Reference:
             self.module = module.to(ranks.device)
 
     @torch.no_grad()
-    def logprobs(self, batch: PackedBatch, num_chunks: int | None = None) -> torch.Tensor:
-        """Log-probs [N]. Collective under ZeRO-3, with the same `num_chunks`."""
-        return self.module(batch, num_chunks)[0]
+    def logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log-probs [N]. Collective under ZeRO-3."""
+        return self.module(batch)[0]
 
 
 def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 
@@ -64,8 +63,6 @@ class Tally:
 class _MiniBatch:
     micro_batches: list[PackedBatch]
     """As many on every rank."""
-    num_chunks: list[int]
-    """For the head, of each micro-batch, the same on every rank: ZeRO-3 gathers the head for each."""
     is_own: list[bool]
     """False where this rank has nothing and only joins in."""
 
@@ -126,7 +123,7 @@ class Updater:
         # Before any step is taken: later mini-batches need the log-probs of the weights that sampled them.
         old: list[list[torch.Tensor | None]] = [[None] * len(steps[0].micro_batches)] if steps else []
         for mini_batch in steps[1:]:
-            old.append([self.policy.frozen_logprobs(batch, chunks) for batch, chunks in self._batches(mini_batch)])
+            old.append([self.policy.frozen_logprobs(batch) for batch in self._batches(mini_batch)])
 
         tally, metrics = Tally(), {"update/optimizer_steps": 0.0, "update/skipped_steps": 0.0}
         norms = []
@@ -149,10 +146,8 @@ class Updater:
         num_samples = sum(map(len, samples_P))
         mini_batch = self._plan(train_sequences(samples_P, [0.0] * num_samples))
         sums = [0.0] * num_samples
-        for (batch, chunks), is_own in zip(self._batches(mini_batch), mini_batch.is_own, strict=True):
-            k1_N = kl_penalty(
-                self.policy.frozen_logprobs(batch, chunks), self.reference.logprobs(batch, chunks), "k1"
-            ).double()
+        for batch, is_own in zip(self._batches(mini_batch), mini_batch.is_own, strict=True):
+            k1_N = kl_penalty(self.policy.frozen_logprobs(batch), self.reference.logprobs(batch), "k1").double()
             if is_own:
                 for number, total in enumerate(sequence_sums(k1_N, batch.sequence_N).tolist()):
                     sums[number] += total
@@ -198,23 +193,20 @@ class Updater:
             multiple=attention.row_multiple,
         )
         packed = [pack(rows, attention.row_multiple) for rows in planned]
-        # Ranks agree on every collective call: on the number of micro-batches, and on how each is cut for the head.
-        shares = self.ranks.gather([self.policy.num_chunks(batch) for batch in packed])
-        chunks = [max(column) for column in zip_longest(*shares, fillvalue=1)]
-        idle = [idle_batch(attention.row_multiple)] * (len(chunks) - len(packed))
-        return _MiniBatch([*packed, *idle], chunks, [True] * len(packed) + [False] * len(idle))
+        num_idle = max(self.ranks.gather(len(packed))) - len(packed)
+        idle = [idle_batch(attention.row_multiple)] * num_idle
+        return _MiniBatch([*packed, *idle], [True] * len(packed) + [False] * num_idle)
 
-    def _batches(self, mini_batch: _MiniBatch) -> Iterator[tuple[PackedBatch, int]]:
-        """Its micro-batches on the device, with the number of chunks for the head."""
-        for batch, chunks in zip(mini_batch.micro_batches, mini_batch.num_chunks, strict=True):
-            yield batch.to(self.ranks.device), chunks
+    def _batches(self, mini_batch: _MiniBatch) -> Iterator[PackedBatch]:
+        """Its micro-batches, on the device."""
+        return (batch.to(self.ranks.device) for batch in mini_batch.micro_batches)
 
     def _accumulate(self, mini_batch: _MiniBatch, old_logprobs: Sequence[torch.Tensor | None], tally: Tally) -> None:
         """Adds up the mini-batch's gradient."""
         last = len(mini_batch.micro_batches) - 1
-        for number, ((batch, chunks), old_N) in enumerate(zip(self._batches(mini_batch), old_logprobs, strict=True)):
-            ref_N = self.reference.logprobs(batch, chunks) if self.loss.kl_in_loss else None
-            logprobs_N, entropy_N = self.policy.logprobs(batch, chunks)
+        for number, (batch, old_N) in enumerate(zip(self._batches(mini_batch), old_logprobs, strict=True)):
+            ref_N = self.reference.logprobs(batch) if self.loss.kl_in_loss else None
+            logprobs_N, entropy_N = self.policy.logprobs(batch)
             old_N = logprobs_N.detach() if old_N is None else old_N
             losses = policy_loss(
                 logprobs_N,

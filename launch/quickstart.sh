@@ -6,6 +6,4 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export QUICKSTART_STARTED=$(date +%s)  # the report counts the set-up too
 bash launch/setup.sh
 
-# Several processes share the cores, and threads that spin while they wait make each other several times slower.
-export OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=0 KMP_BLOCKTIME=0
 exec .venv/bin/python -m launch.quickstart "$@"

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from rollout.cores import leave_cores
 from rollout.settings import EngineSettings, without_password
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -164,6 +165,8 @@ class SharedEngine:
         except Exception as error:
             _deliver([(future, error) for _, future in waiting.values()])
             self.engine.abort_all()  # last, since after a fault it may fail too
+        finally:
+            leave_cores()
 
     def _take_in(self, waiting: dict[int, tuple[SampleRequest, asyncio.Future[Sampled]]]) -> None:
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]

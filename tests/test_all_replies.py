@@ -31,19 +31,19 @@ class PlainPolicy:
     """What `Updater` asks of a policy, on one float64 model without DeepSpeed; steps are plain gradient descent."""
 
     def __init__(self, network: LogprobModel):
-        self.network, self.attention, self.num_chunks = network, network.attention, network.num_chunks
+        self.network, self.attention = network, network.attention
         self.num_micro_batches: list[int] = []
         """Of each step."""
         self.num_passed = self.num_frozen = 0
         self._waiting = 0
 
-    def logprobs(self, batch, num_chunks):
-        return self.network(batch, num_chunks)
+    def logprobs(self, batch):
+        return self.network(batch)
 
     @torch.no_grad()
-    def frozen_logprobs(self, batch, num_chunks):
+    def frozen_logprobs(self, batch):
         self.num_frozen += 1
-        return self.network(batch, num_chunks)[0]
+        return self.network(batch)[0]
 
     def backward(self, loss, *, is_last):
         loss.backward()
@@ -64,8 +64,8 @@ class PlainReference:
         self.network = network
 
     @torch.no_grad()
-    def logprobs(self, batch, num_chunks):
-        return self.network(batch, num_chunks)[0]
+    def logprobs(self, batch):
+        return self.network(batch)[0]
 
 
 @torch.no_grad()

@@ -23,7 +23,6 @@ from transformers import (
     RwkvConfig,
 )
 
-from grpo import logprobs
 from grpo.attention import PackedAttention, choose_attention
 from grpo.logprobs import LogprobModel
 from grpo.packing import PADDING, TrainSequence, idle_batch, pack, plan_micro_batches
@@ -265,7 +264,7 @@ def test_the_block_mask_of_the_gpu_is_the_dense_mask():
 def test_the_entropy_is_trained_on_only_where_it_was_asked_for():
     batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
     plain, bonus = tiny(LlamaConfig), tiny(LlamaConfig)
-    bonus.entropy_has_gradient = True
+    bonus.head.entropy_has_gradient = True
     assert not plain(batch)[1].requires_grad
     torch.testing.assert_close(plain(batch)[1], bonus(batch)[1])
     bonus(batch)[1].sum().backward()
@@ -280,15 +279,11 @@ def test_the_entropy_is_trained_on_only_where_it_was_asked_for():
         torch.testing.assert_close(one.grad, other.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_the_head_sees_response_positions_alone_and_a_chunk_at_a_time(monkeypatch):
-    monkeypatch.setattr(logprobs, "CHUNK_LOGITS", {"cpu": 4 * 64})
-    model, sizes = tiny(LlamaConfig), []
-    model.causal_lm.lm_head.register_forward_hook(lambda _, inputs, logits: sizes.append(len(logits)))
-    batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
-    model(batch)[0].sum().backward()
-    num_responses = batch.target_N.numel()
-    # Once forward and once recomputed, but for the last chunk, with which backward begins.
-    assert num_responses == 15 and sizes == [4, 4, 4, 3] + [4, 4, 4]
+def test_the_head_sees_response_positions_alone():
+    model, seen = tiny(LlamaConfig), []
+    model.head.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    model(pack(plan_micro_batches(GROUPS, max_tokens=64)[0]))
+    assert seen == [15]
 
 
 def test_a_vocabulary_padded_beyond_the_tokenizer_counts_in_full():
@@ -308,7 +303,7 @@ def test_entropy_of_a_flat_distribution_is_the_log_of_the_vocabulary():
 def test_temperature_sharpens_the_distribution():
     batch = pack(plan_micro_batches(GROUPS, max_tokens=64)[0])
     cold, warm = tiny(LlamaConfig), tiny(LlamaConfig)
-    warm.temperature = 2.0
+    warm.head.temperature = 2.0
     assert (warm(batch)[1] > cold(batch)[1]).all()
 
 

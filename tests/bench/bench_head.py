@@ -1,11 +1,10 @@
-"""Peak memory of the head at a vocabulary of 151,936: log-probs in recomputed chunks against whole logits. Linux, CPU.
+"""Peak memory of the head at a vocabulary of 151,936: log-probs by recomputed blocks against whole logits. Linux, CPU.
 
     python -m tests.bench.bench_head
 
 Forward and backward of the head alone (hidden size 1,024, tied to nothing, float32) over N response tokens, each case
-in a process of its own. `peak` is the resident memory at its highest less that before, GiB: chunks hold one chunk of
-logits and the head's gradient, twice while that of a chunk is added (0.58 GiB each), whole logits all of them and the
-gradient once. The last line is JSON.
+in a process of its own. `peak` is the resident memory at its highest less that before, GiB: blocks hold one block of
+logits and the head's gradient (0.58 GiB), whole logits all of them and that gradient. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def measure(kind: str, num_tokens: int) -> float:
     batch = pack(plan_micro_batches([reply], max_tokens=num_tokens + 1)[0])
     meter = Meter()
     meter.start(trim=True)
-    if kind == "chunks":
+    if kind == "blocks":
         logprobs_N, _ = model(batch)
     else:
         states_ND = model.causal_lm.base_model(batch.input_ids_RL).last_hidden_state.flatten(0, 1)[batch.predictor_N]
@@ -66,7 +65,7 @@ def main() -> None:
         return
     result = {}
     for num_tokens in (256, 1024, 2048):
-        for kind in ("chunks", "whole"):
+        for kind in ("blocks", "whole"):
             command = [sys.executable, "-m", "tests.bench.bench_head", kind, str(num_tokens)]
             peak = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
             result[f"{kind}/{num_tokens}"] = peak

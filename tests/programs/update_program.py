@@ -94,7 +94,7 @@ def sharded_throughout(*settings: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    logprobs.CHUNK_LOGITS = {"cpu": 5 * 30}  # so that ranks need different numbers of chunks, and must agree
+    logprobs.BLOCK_LOGITS = {"cpu": 5 * 30}  # so that ranks cut the head differently: ZeRO-3 must not mind
     policy.deepspeed_config = sharded_throughout
     model, out = map(Path, sys.argv[1:3])
     ranks = Ranks.join()

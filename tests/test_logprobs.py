@@ -1,0 +1,114 @@
+"""The head's own function: log-probs, entropies and gradients block by block are those of whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from grpo import logprobs
+from grpo.logprobs import LogprobHead
+
+TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 6, 5, 23, 0.7
+
+
+def head(*, bias: bool = False, entropy: bool = True, dtype: torch.dtype = torch.float64) -> LogprobHead:
+    torch.manual_seed(0)
+    return LogprobHead(nn.Linear(WIDTH, VOCABULARY, bias=bias, dtype=dtype), TEMPERATURE, entropy)
+
+
+def inputs(scale: float = 1.0, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64) * scale
+    # The first and last of the vocabulary, both sides of the first block's end, and one twice.
+    return states.to(dtype).requires_grad_(), torch.tensor([0, 3, 4, 22, 11, 11])
+
+
+def cut_into(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setattr(logprobs, "BLOCK_LOGITS", {"cpu": TOKENS * columns})
+
+
+def whole(module: LogprobHead, states: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    table = (nn.functional.linear(states, module.weight, module.bias) / TEMPERATURE).log_softmax(-1)
+    return table.gather(-1, target[:, None])[:, 0], -(table.exp() * table).sum(-1)
+
+
+@pytest.mark.parametrize("columns", [1, 4, 12, 22, 23, 1000])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_blocks_of_any_size_give_what_whole_logits_give(monkeypatch, columns, bias, entropy):
+    cut_into(monkeypatch, columns)
+    module, (states, target) = head(bias=bias, entropy=entropy), inputs()
+    weights = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
+    gradients = []
+    for found in (module(states, target), whole(module, states, target)):
+        ((found[0] + (found[1] if entropy else 0)) * weights).sum().backward()
+        gradients.append([tensor.grad for tensor in (states, *module.parameters())])
+        for tensor in (states, *module.parameters()):
+            tensor.grad = None
+        if not entropy:
+            assert found[1].requires_grad is (found[0].grad_fn.name() != "_HeadLogprobsBackward")
+    torch.testing.assert_close(module(states, target), whole(module, states, target), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("columns", [7, 1000])
+def test_gradients_are_finite_differences(monkeypatch, columns):
+    cut_into(monkeypatch, columns)
+    module, (states, target) = head(bias=True), inputs()
+    weight, bias = module.weight, module.bias
+
+    def outcome(states, weight, bias):
+        return logprobs._HeadLogprobs.apply(states, weight, bias, target, TEMPERATURE, True)
+
+    assert torch.autograd.gradcheck(outcome, (states, weight, bias))
+
+
+@pytest.mark.parametrize("columns", [4, 1000])
+def test_large_logits_neither_overflow_nor_vanish(monkeypatch, columns):
+    cut_into(monkeypatch, columns)
+    module, (states, target) = head(dtype=torch.float32), inputs(scale=1000.0, dtype=torch.float32)
+    found, entropies = module(states, target)
+    expected, _ = whole(module.double(), states.double(), target)
+    assert found.isfinite().all() and found.min() < -300  # exp of which is 0 in float32
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-3)
+    assert entropies.isfinite().all() and (entropies > -1e-3).all()
+
+
+def test_bfloat16_rounds_the_logits_alone(monkeypatch):
+    cut_into(monkeypatch, 4)
+    module, (states, target) = head(dtype=torch.bfloat16), inputs(dtype=torch.bfloat16)
+    found, entropies = module(states, target)
+    logits = nn.functional.linear(states, module.weight).float() / TEMPERATURE
+    table = logits.log_softmax(-1)
+    assert found.dtype == entropies.dtype == torch.float32
+    torch.testing.assert_close(found, table.gather(-1, target[:, None])[:, 0])
+    torch.testing.assert_close(entropies, -(table.exp() * table).sum(-1))
+    found.sum().backward()
+    assert states.grad.dtype == module.weight.grad.dtype == torch.bfloat16
+    expected = torch.autograd.grad(table.gather(-1, target[:, None]).sum(), [states, module.weight])
+    torch.testing.assert_close([states.grad, module.weight.grad], [*expected], rtol=2e-2, atol=2e-2)
+
+
+def test_only_one_block_of_logits_is_computed_at_a_time_and_again_but_for_the_last(monkeypatch):
+    cut_into(monkeypatch, 10)
+    sizes, compute = [], logprobs._logits
+
+    def spy(*arguments):
+        logits = compute(*arguments)
+        sizes.append(tuple(logits.shape))
+        return logits
+
+    monkeypatch.setattr(logprobs, "_logits", spy)
+    module, (states, target) = head(), inputs()
+    module(states, target)[0].sum().backward()
+    forward = [(TOKENS, 8), (TOKENS, 8), (TOKENS, 7)]  # three blocks of at most 10, about equal
+    assert sizes == forward + [(TOKENS, 8), (TOKENS, 8)]
+
+
+def test_a_frozen_weight_gets_no_gradient(monkeypatch):
+    cut_into(monkeypatch, 4)
+    module, (states, target) = head(), inputs()
+    module.requires_grad_(False)
+    module(states, target)[0].sum().backward()
+    assert module.weight.grad is None and states.grad.abs().sum() > 0
