@@ -12,7 +12,10 @@ from grpo.attention import PackedAttention
 from grpo.packing import PackedBatch
 
 BLOCK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
-"""Most logits of one block, by device: 16 MiB of float32, which stay in a CPU's cache, or 512 MiB."""
+"""Most logits of one block, by device: 16 or 512 MiB of float32, of which about three are alive at once."""
+
+ALIGNMENT = 128
+"""Blocks of the vocabulary are as wide as a multiple of this, where they can: tensor cores want whole tiles."""
 
 
 class LogprobModel(nn.Module):
@@ -52,7 +55,7 @@ class LogprobHead(nn.Module):
     """The model's own head, with log-probs and entropies in place of logits.
 
     It shares the weight of the linear layer, which itself is never called: ZeRO-3 gathers the weight for this module
-    instead, once in each pass.
+    instead, for all blocks at once.
     """
 
     def __init__(self, linear: nn.Linear, temperature: float, entropy_has_gradient: bool):
@@ -71,10 +74,10 @@ class _HeadLogprobs(torch.autograd.Function):
     """Head, softmax, log-prob of the target and entropy in one, with the gradient written out.
 
     Suffixes: N response tokens, D width, V vocabulary, B a block of it. Blocks of the vocabulary rather than of the
-    tokens: the head's gradient is then written once, block by block, and the products are large in all directions.
-    Forward carries each token's largest logit and, relative to it, the sums of exp(l) and of exp(l) · l over the
-    blocks so far. Backward computes a block's logits again, but for the last, with which it begins. With p the
-    softmax, H the entropy and T the temperature:
+    tokens: the head's gradient is then written once, block by block, instead of being added up. Forward carries each
+    token's largest logit so far and, with x the distance of a tempered logit from it, the sums of exp(x) and of
+    exp(x) · x. Backward computes a block's logits again, but for the last, with which it begins. With p the softmax,
+    H the entropy and T the temperature:
 
         ∂ logp(target) / ∂ logit = (onehot − p) / T        ∂ H / ∂ logit = −p · (log p + H) / T
     """
@@ -89,49 +92,54 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature: float,
         entropy_has_gradient: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        dtype = torch.promote_types(states_ND.dtype, torch.float32)
+        max_N = states_ND.new_full(target_N.shape, -1e30, dtype=dtype)  # below any logit, but for -inf
+        chosen_N, total_N, total_x_N = (torch.zeros_like(max_N) for _ in range(3))
         for block in _blocks(len(states_ND), weight_VD):
-            logits_NB = _logits(states_ND, weight_VD, bias_V, block)
-            largest_N = logits_NB.amax(-1)
-            if block.start == 0:
-                max_N, chosen_N = largest_N, torch.zeros_like(largest_N)
-                total_N, total_logits_N = torch.zeros_like(largest_N), torch.zeros_like(largest_N)
-            largest_N = torch.maximum(max_N, largest_N)
-            shrink_N = ((max_N - largest_N) / temperature).exp()
-            exp_NB = torch.add((-largest_N / temperature)[:, None], logits_NB, alpha=1 / temperature).exp_()
-            total_N = total_N * shrink_N + exp_NB.sum(-1)
-            total_logits_N = total_logits_N * shrink_N + torch.linalg.vecdot(exp_NB, logits_NB)
+            x_NB = None  # the block before goes first
+            x_NB = _logits(states_ND, weight_VD, bias_V, block)
             column_N, is_here_N = _columns(target_N, block)
-            chosen_N = torch.where(is_here_N, logits_NB.gather(-1, column_N[:, None])[:, 0], chosen_N)
-            max_N = largest_N
-        normalizer_N = max_N / temperature + total_N.log()
-        entropy_N = normalizer_N - total_logits_N / total_N / temperature
-        ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, normalizer_N, entropy_N, logits_NB)
+            chosen_N = torch.where(is_here_N, x_NB.gather(-1, column_N[:, None])[:, 0], chosen_N)
+            before_N, max_N = max_N, torch.maximum(max_N, x_NB.amax(-1))
+            torch.add((-max_N / temperature)[:, None], x_NB, alpha=1 / temperature, out=x_NB)
+            exp_NB = x_NB.exp()
+            # What was summed before was relative to a smaller logit.
+            shift_N = (before_N - max_N) / temperature
+            total_x_N = shift_N.exp() * (total_x_N + torch.where(total_N > 0, shift_N * total_N, 0))
+            total_x_N += torch.linalg.vecdot(exp_NB, x_NB)
+            total_N = shift_N.exp() * total_N + exp_NB.sum(-1)
+            del exp_NB
+        entropy_N = total_N.log() - total_x_N / total_N
+        ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, max_N, total_N.log(), entropy_N, x_NB)
         ctx.temperature, ctx.entropy_has_gradient = temperature, entropy_has_gradient
         if not entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_N)  # only logged
-        return chosen_N / temperature - normalizer_N, entropy_N
+        return (chosen_N - max_N) / temperature - total_N.log(), entropy_N
 
     @staticmethod
     @once_differentiable
     def backward(ctx, by_logprobs_N: torch.Tensor, by_entropy_N: torch.Tensor):
-        states_ND, weight_VD, bias_V, target_N, normalizer_N, entropy_N, last_logits_NB = ctx.saved_tensors
-        by_states_ND = torch.zeros_like(states_ND, dtype=normalizer_N.dtype)
+        states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, last_x_NB = ctx.saved_tensors
+        by_states_ND = torch.zeros_like(states_ND, dtype=max_N.dtype)
         by_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         by_bias_V = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
-        by_chosen_N = by_logprobs_N / ctx.temperature
+        by_logits_NB = None
         for block in reversed([*_blocks(len(states_ND), weight_VD)]):
-            is_last = block.stop == len(weight_VD)
-            logits_NB = last_logits_NB if is_last else _logits(states_ND, weight_VD, bias_V, block)
-            # From here on in place: log-probs, probabilities, gradient.
-            table_NB = torch.add(-normalizer_N[:, None], logits_NB, alpha=1 / ctx.temperature)
-            if ctx.entropy_has_gradient:
-                surprise_NB = (table_NB + entropy_N[:, None]) * (by_entropy_N / ctx.temperature)[:, None]
-                by_logits_NB = table_NB.exp_().mul_(-surprise_NB.add_(by_chosen_N[:, None]))
+            del by_logits_NB  # the block before goes first
+            if block.stop == len(weight_VD):
+                table_NB = last_x_NB - log_total_N[:, None]
             else:
-                by_logits_NB = table_NB.exp_().mul_(-by_chosen_N[:, None])
-            column_N, is_here_N = _columns(target_N, block)
-            by_logits_NB.scatter_add_(-1, column_N[:, None], torch.where(is_here_N, by_chosen_N, 0)[:, None])
-            by_logits_NB = by_logits_NB.to(weight_VD.dtype)
+                table_NB = _logits(states_ND, weight_VD, bias_V, block)
+                normalizer_N1 = (max_N / ctx.temperature + log_total_N)[:, None]
+                torch.add(-normalizer_N1, table_NB, alpha=1 / ctx.temperature, out=table_NB)
+            by_logits_NB = _by_logits(
+                table_NB,
+                *_columns(target_N, block),
+                by_logprobs_N / ctx.temperature,
+                by_entropy_N / ctx.temperature if ctx.entropy_has_gradient else None,
+                entropy_N,
+            ).to(weight_VD.dtype)
+            del table_NB
             by_states_ND += by_logits_NB @ weight_VD[block]
             if by_weight_VD is not None:
                 torch.mm(by_logits_NB.t(), states_ND, out=by_weight_VD[block])
@@ -140,11 +148,31 @@ class _HeadLogprobs(torch.autograd.Function):
         return by_states_ND.to(states_ND.dtype), by_weight_VD, by_bias_V, None, None, None
 
 
+def _by_logits(
+    logprobs_NB: torch.Tensor,
+    column_N: torch.Tensor,
+    is_here_N: torch.Tensor,
+    by_chosen_N: torch.Tensor,
+    by_entropy_N: torch.Tensor | None,
+    entropy_N: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of a block's logits, in the place of its log-probs."""
+    if by_entropy_N is None:
+        logprobs_NB.exp_().mul_(-by_chosen_N[:, None])
+    else:
+        share_N1 = (by_chosen_N + entropy_N * by_entropy_N)[:, None]
+        share_NB = torch.addcmul(share_N1, logprobs_NB, by_entropy_N[:, None])
+        logprobs_NB.exp_().mul_(share_NB.neg_())
+    return logprobs_NB.scatter_add_(-1, column_N[:, None], torch.where(is_here_N, by_chosen_N, 0)[:, None])
+
+
 def _blocks(num_tokens: int, weight_VD: torch.Tensor) -> Iterator[slice]:
     """Of the vocabulary, all about equal, each with at most `BLOCK_LOGITS` logits of `num_tokens` tokens."""
     vocabulary = len(weight_VD)
-    number = -(-vocabulary // max(1, BLOCK_LOGITS[weight_VD.device.type] // num_tokens))
-    size = -(-vocabulary // number)
+    unit = ALIGNMENT if BLOCK_LOGITS[weight_VD.device.type] >= ALIGNMENT * num_tokens else 1
+    most = max(1, BLOCK_LOGITS[weight_VD.device.type] // num_tokens // unit) * unit
+    number = -(-vocabulary // most)
+    size = -(-vocabulary // number // unit) * unit
     for start in range(0, vocabulary, size):
         yield slice(start, min(start + size, vocabulary))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 
 _OMP_PAUSE_SOFT = 1
 
@@ -12,9 +13,17 @@ def leave_cores() -> None:
 
     For a thread that computes to call before it waits for another that computes. GNU OpenMP counts the helpers of
     all threads: once there are more than cores, they go to sleep at the end of every region instead of looking out
-    for the next, and both threads take a fifth longer (tests/bench/bench_update.py, the whole step). Where another
-    OpenMP is loaded, or none, nothing happens.
+    for the next, and both threads take a fifth longer (tests/bench/bench_update.py, the whole step). Other OpenMP
+    libraries do not do so, and with them nothing happens here.
     """
-    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    pause = _gnu_pause()
     if pause:
         pause(_OMP_PAUSE_SOFT)
+
+
+@cache
+def _gnu_pause() -> ctypes._CFuncPtr | None:
+    """Not before torch is imported, which brings its OpenMP along."""
+    process = ctypes.CDLL(None)
+    is_llvm = hasattr(process, "__kmpc_fork_call")  # Intel's too
+    return None if is_llvm else getattr(process, "omp_pause_resource_all", None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -33,7 +35,7 @@ def whole(module: LogprobHead, states: torch.Tensor, target: torch.Tensor) -> tu
     return table.gather(-1, target[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
-@pytest.mark.parametrize("columns", [1, 4, 12, 22, 23, 1000])
+@pytest.mark.parametrize("columns", [1, 2, 4, 12, 23, 1000])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_blocks_of_any_size_give_what_whole_logits_give(monkeypatch, columns, bias, entropy):
@@ -46,10 +48,9 @@ def test_blocks_of_any_size_give_what_whole_logits_give(monkeypatch, columns, bi
         gradients.append([tensor.grad for tensor in (states, *module.parameters())])
         for tensor in (states, *module.parameters()):
             tensor.grad = None
-        if not entropy:
-            assert found[1].requires_grad is (found[0].grad_fn.name() != "_HeadLogprobsBackward")
     torch.testing.assert_close(module(states, target), whole(module, states, target), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+    assert module(states, target)[1].requires_grad == entropy
 
 
 @pytest.mark.parametrize("columns", [7, 1000])
@@ -69,18 +70,36 @@ def test_large_logits_neither_overflow_nor_vanish(monkeypatch, columns):
     cut_into(monkeypatch, columns)
     module, (states, target) = head(dtype=torch.float32), inputs(scale=1000.0, dtype=torch.float32)
     found, entropies = module(states, target)
-    expected, _ = whole(module.double(), states.double(), target)
+    gradients = [*torch.autograd.grad(found.sum() + entropies.sum(), [states, module.weight])]
+    wide = states.detach().double().requires_grad_()
+    expected, expected_entropies = whole(module.double(), wide, target)
     assert found.isfinite().all() and found.min() < -300  # exp of which is 0 in float32
     torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-3)
-    assert entropies.isfinite().all() and (entropies > -1e-3).all()
+    torch.testing.assert_close(entropies, expected_entropies.float(), rtol=1e-3, atol=1e-5)
+    by_hand = torch.autograd.grad(expected.sum() + expected_entropies.sum(), [wide, module.weight])
+    torch.testing.assert_close(gradients, [gradient.float() for gradient in by_hand], rtol=1e-3, atol=1e-2)
 
 
-def test_bfloat16_rounds_the_logits_alone(monkeypatch):
+@pytest.mark.parametrize("columns", [4, 1000])
+def test_tokens_that_are_ruled_out_leave_the_others_their_log_probs(monkeypatch, columns):
+    # A whole block of them, the first.
+    cut_into(monkeypatch, columns)
+    module, (states, target) = head(bias=True, entropy=False), inputs()
+    target = target.clamp(min=5)
+    with torch.no_grad():
+        module.bias[:4] = -torch.inf
+    found = module(states, target)[0]
+    torch.testing.assert_close(found, whole(module, states, target)[0])
+    found.sum().backward()
+    assert states.grad.isfinite().all() and (module.weight.grad[:4] == 0).all()
+
+
+def test_bfloat16_logits_are_summed_in_float32(monkeypatch):
     cut_into(monkeypatch, 4)
     module, (states, target) = head(dtype=torch.bfloat16), inputs(dtype=torch.bfloat16)
     found, entropies = module(states, target)
-    logits = nn.functional.linear(states, module.weight).float() / TEMPERATURE
-    table = logits.log_softmax(-1)
+    blocks = [nn.functional.linear(states, weight) for weight in module.weight.split(4)]
+    table = (torch.cat(blocks, -1).float() / TEMPERATURE).log_softmax(-1)
     assert found.dtype == entropies.dtype == torch.float32
     torch.testing.assert_close(found, table.gather(-1, target[:, None])[:, 0])
     torch.testing.assert_close(entropies, -(table.exp() * table).sum(-1))
@@ -90,20 +109,46 @@ def test_bfloat16_rounds_the_logits_alone(monkeypatch):
     torch.testing.assert_close([states.grad, module.weight.grad], [*expected], rtol=2e-2, atol=2e-2)
 
 
-def test_only_one_block_of_logits_is_computed_at_a_time_and_again_but_for_the_last(monkeypatch):
+def test_one_block_of_logits_after_another_is_computed_and_again_but_for_the_last(monkeypatch):
     cut_into(monkeypatch, 10)
-    sizes, compute = [], logprobs._logits
+    sizes, compute, alive = [], logprobs._logits, []
 
     def spy(*arguments):
+        assert all(logits() is None for logits in alive)
         logits = compute(*arguments)
         sizes.append(tuple(logits.shape))
+        alive.append(weakref.ref(logits))
         return logits
 
     monkeypatch.setattr(logprobs, "_logits", spy)
     module, (states, target) = head(), inputs()
-    module(states, target)[0].sum().backward()
+    found, _ = module(states, target)
+    alive.clear()  # of the last, which waits for backward
+    found.sum().backward()
     forward = [(TOKENS, 8), (TOKENS, 8), (TOKENS, 7)]  # three blocks of at most 10, about equal
     assert sizes == forward + [(TOKENS, 8), (TOKENS, 8)]
+
+
+def test_backward_can_run_again(monkeypatch):
+    cut_into(monkeypatch, 10)
+    module, (states, target) = head(), inputs()
+    found, entropies = module(states, target)
+    total = (found + entropies).sum()
+    first, second = (torch.autograd.grad(total, [states, module.weight], retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2_000, 8_192, 12_288])
+def test_blocks_are_aligned_and_within_the_bound(num_tokens):
+    weight = torch.empty(151_936, 1, device="meta")
+    logprobs_of_device = logprobs.BLOCK_LOGITS | {"meta": 2**27}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprobs, "BLOCK_LOGITS", logprobs_of_device)
+        blocks = [*logprobs._blocks(num_tokens, weight)]
+    widths = [block.stop - block.start for block in blocks]
+    assert sum(widths) == 151_936 and max(widths) * num_tokens <= 2**27
+    assert all(width % 128 == 0 for width in widths)
+    assert [block.start for block in blocks[1:]] == [block.stop for block in blocks[:-1]]
 
 
 def test_a_frozen_weight_gets_no_gradient(monkeypatch):

@@ -77,10 +77,12 @@ def in_plain_torch(model):
     optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3)
     replies = program.fixed_replies()
 
-    def logprobs(network, reply):
+    def table(network, reply):
         logits = network(torch.tensor([reply.prompt_ids + reply.token_ids])).logits[0] / 0.8
-        table = logits.log_softmax(-1)[len(reply.prompt_ids) - 1 : -1]
-        return table[range(len(reply.token_ids)), list(reply.token_ids)]
+        return logits.log_softmax(-1)[len(reply.prompt_ids) - 1 : -1]
+
+    def logprobs(network, reply):
+        return table(network, reply)[range(len(reply.token_ids)), list(reply.token_ids)]
 
     for _ in range(program.STEPS):
         with torch.no_grad():
@@ -90,14 +92,19 @@ def in_plain_torch(model):
             num_tokens = sum(len(replies[p][g].token_ids) for p, g in members)
             total = 0.0
             for p, g in members:
-                now, advantage = logprobs(policy, replies[p][g]), program.ADVANTAGES[p][g]
+                every, advantage = table(policy, replies[p][g]), program.ADVANTAGES[p][g]
+                now, entropy = (
+                    every.gather(1, torch.tensor(replies[p][g].token_ids)[:, None])[:, 0],
+                    -(every.exp() * every).sum(1),
+                )
                 with torch.no_grad():
                     ref = logprobs(reference, replies[p][g])
                 ratio = (now - old[p, g]).exp()
                 loss = torch.maximum(-ratio * advantage, -ratio.clamp(0.8, 1.2) * advantage)
                 if advantage < 0:
                     loss = loss.clamp(max=-3.0 * advantage)
-                total = total + (loss + 0.1 * ((ref - now).exp() - (ref - now) - 1)).sum() / num_tokens
+                kl = (ref - now).exp() - (ref - now) - 1
+                total = total + (loss + 0.1 * kl - 0.02 * entropy).sum() / num_tokens
             optimizer.zero_grad()
             total.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
@@ -143,6 +150,14 @@ def test_two_ranks_end_at_the_weights_of_one(one_rank, two_ranks, case):
     assert distance(state, one_rank[0]) < 1e-4
     for one, two in zip(one_rank[1], metrics, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
+
+
+def test_a_head_of_its_own_is_trained_where_it_is_sharded(tmp_path):
+    model = make_model(tmp_path / "model", tied=False)
+    torchrun(2, "tests.programs.update_program", model, tmp_path, "3/float32")
+    state, _ = read(tmp_path / "3/float32")
+    assert distance(state, in_plain_torch(model)) < 1e-4
+    assert not state["lm_head.weight"].equal(state["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("case", [*(f"{stage}/bfloat16" for stage in range(4)), "3/bfloat16/checkpointed"])

@@ -31,7 +31,7 @@ from rollout.types import Reply
 from tests.groups import group_of, rewards_of
 
 MINI_BATCH_PROMPTS, NUM_PROMPTS, STEPS = 2, 4, 2
-LOSS = LossSettings(kl_coef=0.1, kl_estimator="k3", dual_clip=3.0)
+LOSS = LossSettings(kl_coef=0.1, kl_estimator="k3", dual_clip=3.0, entropy_coef=0.02)
 # A large epsilon: Adam divides by the size of a gradient, which makes rounding of tiny ones count in full.
 OPTIMIZER = OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.01, max_grad_norm=0.5)
 TEMPERATURE = 0.8
@@ -65,7 +65,9 @@ def make_groups() -> list[Group]:
 def run(model: Path, stage: int, dtype: str, checkpointed: bool, out: Path, ranks: Ranks) -> None:
     settings = ModelSettings(path=model, dtype=dtype, gradient_checkpointing=checkpointed)
     zero = DeepSpeedSettings(stage=stage)
-    trained = Policy(settings, OPTIMIZER, zero, temperature=TEMPERATURE, total_steps=100, ranks=ranks)
+    trained = Policy(
+        settings, OPTIMIZER, zero, temperature=TEMPERATURE, total_steps=100, entropy_has_gradient=True, ranks=ranks
+    )
     reference = Reference(settings, zero, temperature=TEMPERATURE, ranks=ranks)
     updater = Updater(
         trained,
