@@ -55,9 +55,9 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from grpo.ranks import end_process
+from tests.bench.figures import Figures, medians
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = {"short": (2, 114, 8, 48), "long_prompt": (1, 1500, 8, 64), "long_replies": (1, 114, 8, 256)}
@@ -69,8 +69,6 @@ GROWTH = {
 PAIRS = {"short": 5, "long_prompt": 3, "long_replies": 3}
 UPDATE_GOALS = {"short": 4.0, "long_prompt": 8.0, "long_replies": 1.5}
 STEP_GOAL, MEMORY_GOAL = 3.0, 0.5
-
-Figures = dict[str, Any]
 
 
 # ── in a process of its own: one measurement ──
@@ -122,16 +120,6 @@ def pairs_of(task: str, shape: str, number: int, options: argparse.Namespace) ->
         runs["ours"].append(run_worker("our", task, shape, options, memory=pair == 0))
         runs["trl"].append(run_worker("trl", task, shape, options, memory=pair == 0))
     return runs
-
-
-def medians(runs: list[Figures]) -> Figures:
-    """Of every figure over the runs that have it, lists element by element."""
-    first = runs[0]
-    if isinstance(first, dict):
-        return {name: medians([run[name] for run in runs if name in run]) for name in first}
-    if isinstance(first, list):
-        return [medians(list(column)) for column in zip(*runs, strict=False)]
-    return statistics.median(runs)
 
 
 def check_same_work(shape: str, ours: Figures, trl: Figures) -> None:

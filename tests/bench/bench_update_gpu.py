@@ -3,8 +3,8 @@
     python -m tests.bench.bench_update_gpu
 
 Needs torch, transformers and this repository, no model and no network: the model has Qwen3-0.6B's shape and random
-weights, with the norms and MLPs of a training run (`grpo.lean`), the token ids are made up. It takes under five minutes; without a GPU it says so and exits with 0. The last
-line is one JSON object with every figure.
+weights, with the norms and MLPs of a training run (`grpo.lean`), the token ids are made up. It takes under five
+minutes; without a GPU it says so and exits with 0. The last line is one JSON object with every figure.
 
 packed          `update.share_prompt: true`: replies share their prompt's row
 padded          `update.share_prompt: false`: one reply in a row, with the same attention

@@ -1,4 +1,4 @@
-"""What both systems of `bench_update` share: the batch, the settings and the meter."""
+"""What benches share: batch, settings and meter of both systems of `bench_update`, and prompts to talk about."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from rollout.chat import Chat
-from rollout.types import Reply
+from rollout.types import Reply, Scenario
 
 TEMPERATURE, KL_COEF, LR, MAX_GRAD_NORM = 0.8, 0.04, 1e-6, 1.0
 TOKENS_PER_FORWARD = 4096
@@ -110,3 +110,22 @@ def prompt_texts(model: Path, shape: Shape) -> list[str]:
         if length != shape.prompt_tokens:
             raise ValueError(f"{model}: the prompt came to {length} tokens, not {shape.prompt_tokens}")
     return texts
+
+
+def scenarios(number: int) -> list[Scenario]:
+    subjects = "bees bread bridges clocks comets dyes ferries glass kites lace maps mills owls paper salt tides".split()
+    return [
+        Scenario(
+            scenario_id=f"bench/{row}",
+            messages=(
+                {"role": "system", "content": "You help people to write. Ask what they want before you write it."},
+                {"role": "user", "content": f"I need some help with a short piece about {subjects[row % 16]}."},
+            ),
+            goal="",
+            task_desc="",
+            reference=None,
+            data_source="bench",
+            row=row,
+        )
+        for row in range(number)
+    ]
