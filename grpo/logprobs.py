@@ -105,16 +105,17 @@ class _HeadLogprobs(torch.autograd.Function):
             exp_NB = x_NB.exp()
             # What was summed before was relative to a smaller logit.
             shift_N = (before_N - max_N) / temperature
-            total_x_N = shift_N.exp() * (total_x_N + torch.where(total_N > 0, shift_N * total_N, 0))
-            total_x_N += torch.linalg.vecdot(exp_NB, x_NB)
-            total_N = shift_N.exp() * total_N + exp_NB.sum(-1)
+            shrink_N = shift_N.exp()
+            total_x_N = shrink_N * (total_x_N + shift_N * total_N) + torch.linalg.vecdot(exp_NB, x_NB)
+            total_N = shrink_N * total_N + exp_NB.sum(-1)
             del exp_NB
-        entropy_N = total_N.log() - total_x_N / total_N
-        ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, max_N, total_N.log(), entropy_N, x_NB)
+        log_total_N = total_N.log()
+        entropy_N = log_total_N - total_x_N / total_N
+        ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, x_NB)
         ctx.temperature, ctx.entropy_has_gradient = temperature, entropy_has_gradient
         if not entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_N)  # only logged
-        return (chosen_N - max_N) / temperature - total_N.log(), entropy_N
+        return (chosen_N - max_N) / temperature - log_total_N, entropy_N
 
     @staticmethod
     @once_differentiable
@@ -123,6 +124,9 @@ class _HeadLogprobs(torch.autograd.Function):
         by_states_ND = torch.zeros_like(states_ND, dtype=max_N.dtype)
         by_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         by_bias_V = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
+        normalizer_N1 = (max_N / ctx.temperature + log_total_N)[:, None]
+        by_chosen_N = by_logprobs_N / ctx.temperature
+        by_entropy_N = by_entropy_N / ctx.temperature if ctx.entropy_has_gradient else None
         by_logits_NB = None
         for block in reversed([*_blocks(len(states_ND), weight_VD)]):
             del by_logits_NB  # the block before goes first
@@ -130,15 +134,9 @@ class _HeadLogprobs(torch.autograd.Function):
                 table_NB = last_x_NB - log_total_N[:, None]
             else:
                 table_NB = _logits(states_ND, weight_VD, bias_V, block)
-                normalizer_N1 = (max_N / ctx.temperature + log_total_N)[:, None]
                 torch.add(-normalizer_N1, table_NB, alpha=1 / ctx.temperature, out=table_NB)
-            by_logits_NB = _by_logits(
-                table_NB,
-                *_columns(target_N, block),
-                by_logprobs_N / ctx.temperature,
-                by_entropy_N / ctx.temperature if ctx.entropy_has_gradient else None,
-                entropy_N,
-            ).to(weight_VD.dtype)
+            by_logits_NB = _by_logits(table_NB, *_columns(target_N, block), by_chosen_N, by_entropy_N, entropy_N)
+            by_logits_NB = by_logits_NB.to(weight_VD.dtype)
             del table_NB
             by_states_ND += by_logits_NB @ weight_VD[block]
             if by_weight_VD is not None:
@@ -156,7 +154,7 @@ def _by_logits(
     by_entropy_N: torch.Tensor | None,
     entropy_N: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of a block's logits, in the place of its log-probs."""
+    """The gradient of a block's logits, in the place of its log-probs. The other gradients come divided by T."""
     if by_entropy_N is None:
         logprobs_NB.exp_().mul_(-by_chosen_N[:, None])
     else:
