@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 from torch import nn
@@ -13,6 +15,9 @@ from grpo.packing import PackedBatch
 
 BLOCK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 """Most logits of one block, by device: 16 or 512 MiB of float32, of which about three are alive at once."""
+
+KEPT_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+"""Most logits that wait for backward, which computes the others again: 256 MiB or 1 GiB of float32."""
 
 ALIGNMENT = 128
 """Blocks of the vocabulary are as wide as a multiple of this, where they can: tensor cores want whole tiles."""
@@ -66,7 +71,13 @@ class LogprobHead(nn.Module):
 
     def forward(self, states_ND: torch.Tensor, target_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return _HeadLogprobs.apply(
-            states_ND, self.weight, self.bias, target_N, self.temperature, self.entropy_has_gradient
+            states_ND,
+            self.weight,
+            self.bias,
+            target_N,
+            self.temperature,
+            self.entropy_has_gradient,
+            KEPT_LOGITS[states_ND.device.type] if torch.is_grad_enabled() else 0,
         )
 
 
@@ -76,8 +87,8 @@ class _HeadLogprobs(torch.autograd.Function):
     Suffixes: N response tokens, D width, V vocabulary, B a block of it. Blocks of the vocabulary rather than of the
     tokens: the head's gradient is then written once, block by block, instead of being added up. Forward carries each
     token's largest logit so far and, with x the distance of a tempered logit from it, the sums of exp(x) and of
-    exp(x) · x. Backward computes a block's logits again, but for the last, with which it begins. With p the softmax,
-    H the entropy and T the temperature:
+    exp(x) · x. The last blocks are kept, as many as may be; backward begins with them and computes the others again.
+    With p the softmax, H the entropy and T the temperature:
 
         ∂ logp(target) / ∂ logit = (onehot − p) / T        ∂ H / ∂ logit = −p · (log p + H) / T
     """
@@ -91,12 +102,16 @@ class _HeadLogprobs(torch.autograd.Function):
         target_N: torch.Tensor,
         temperature: float,
         entropy_has_gradient: bool,
+        most_kept: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(states_ND.dtype, torch.float32)
         max_N = states_ND.new_full(target_N.shape, -1e30, dtype=dtype)  # below any logit, but for -inf
         chosen_N, total_N, total_x_N = (torch.zeros_like(max_N) for _ in range(3))
-        for block in _blocks(len(states_ND), weight_VD):
-            x_NB = None  # the block before goes first
+        blocks = [*_blocks(len(states_ND), weight_VD)]
+        kept: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=most_kept // (len(states_ND) * blocks[0].stop))
+        for block in blocks:
+            if len(kept) == kept.maxlen > 0:
+                kept.popleft()  # before the next is made
             x_NB = _logits(states_ND, weight_VD, bias_V, block)
             column_N, is_here_N = _columns(target_N, block)
             chosen_N = torch.where(is_here_N, x_NB.gather(-1, column_N[:, None])[:, 0], chosen_N)
@@ -108,10 +123,11 @@ class _HeadLogprobs(torch.autograd.Function):
             shrink_N = shift_N.exp()
             total_x_N = shrink_N * (total_x_N + shift_N * total_N) + torch.linalg.vecdot(exp_NB, x_NB)
             total_N = shrink_N * total_N + exp_NB.sum(-1)
-            del exp_NB
+            kept.append((x_NB, max_N))
+            del exp_NB, x_NB
         log_total_N = total_N.log()
         entropy_N = log_total_N - total_x_N / total_N
-        ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, x_NB)
+        ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, *chain(*kept))
         ctx.temperature, ctx.entropy_has_gradient = temperature, entropy_has_gradient
         if not entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_N)  # only logged
@@ -120,7 +136,7 @@ class _HeadLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, by_logprobs_N: torch.Tensor, by_entropy_N: torch.Tensor):
-        states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, last_x_NB = ctx.saved_tensors
+        states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, *kept = ctx.saved_tensors
         by_states_ND = torch.zeros_like(states_ND, dtype=max_N.dtype)
         by_weight_VD = torch.empty_like(weight_VD) if ctx.needs_input_grad[1] else None
         by_bias_V = torch.empty_like(bias_V) if ctx.needs_input_grad[2] else None
@@ -130,8 +146,9 @@ class _HeadLogprobs(torch.autograd.Function):
         by_logits_NB = None
         for block in reversed([*_blocks(len(states_ND), weight_VD)]):
             del by_logits_NB  # the block before goes first
-            if block.stop == len(weight_VD):
-                table_NB = last_x_NB - log_total_N[:, None]
+            if kept:
+                before_N, x_NB = kept.pop(), kept.pop()
+                table_NB = x_NB + ((before_N - max_N) / ctx.temperature - log_total_N)[:, None]
             else:
                 table_NB = _logits(states_ND, weight_VD, bias_V, block)
                 torch.add(-normalizer_N1, table_NB, alpha=1 / ctx.temperature, out=table_NB)
@@ -143,7 +160,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 torch.mm(by_logits_NB.t(), states_ND, out=by_weight_VD[block])
             if by_bias_V is not None:
                 by_bias_V[block] = by_logits_NB.sum(0)
-        return by_states_ND.to(states_ND.dtype), by_weight_VD, by_bias_V, None, None, None
+        return by_states_ND.to(states_ND.dtype), by_weight_VD, by_bias_V, None, None, None, None
 
 
 def _by_logits(

@@ -80,6 +80,9 @@ class Policy:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=adamw, config=config, dist_init_required=False
         )
+        if ranks.world_size == 1 and zero.stage == 0:
+            self.engine.enable_backward_allreduce = False  # it would copy all gradients there and back
+        _claim_averages(adamw, getattr(self.optimizer, "fp32_partitioned_groups_flat", None))
         self.engine.train()
 
     @property
@@ -228,6 +231,20 @@ def _decay_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str
     vectors = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) <= 1]
     groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
+
+
+def _claim_averages(adamw: torch.optim.AdamW, shards: list[torch.Tensor] | None) -> None:
+    """Makes AdamW's averages now rather than in its first step: what does not fit fails before the first rollout, and
+    they do not scatter over the memory that the first update's activations leave. `shards` are those of ZeRO-3.
+
+    In bfloat16 at stage 0, DeepSpeed takes a step of zeros to the same end, which AdamW would count.
+    """
+    for parameter in shards or [parameter for group in adamw.param_groups for parameter in group["params"]]:
+        adamw.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
 
 
 def _head_name(causal_lm: torch.nn.Module) -> str:

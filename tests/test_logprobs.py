@@ -26,8 +26,9 @@ def inputs(scale: float = 1.0, dtype: torch.dtype = torch.float64) -> tuple[torc
     return states.to(dtype).requires_grad_(), torch.tensor([0, 3, 4, 22, 11, 11])
 
 
-def cut_into(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+def cut_into(monkeypatch: pytest.MonkeyPatch, columns: int, kept_columns: int = 0) -> None:
     monkeypatch.setattr(logprobs, "BLOCK_LOGITS", {"cpu": TOKENS * columns})
+    monkeypatch.setattr(logprobs, "KEPT_LOGITS", {"cpu": TOKENS * kept_columns})
 
 
 def whole(module: LogprobHead, states: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,11 +36,11 @@ def whole(module: LogprobHead, states: torch.Tensor, target: torch.Tensor) -> tu
     return table.gather(-1, target[:, None])[:, 0], -(table.exp() * table).sum(-1)
 
 
-@pytest.mark.parametrize("columns", [1, 2, 4, 12, 23, 1000])
+@pytest.mark.parametrize("columns, kept_columns", [(1, 0), (2, 5), (4, 9), (4, 1000), (12, 0), (23, 23), (1000, 1000)])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_blocks_of_any_size_give_what_whole_logits_give(monkeypatch, columns, bias, entropy):
-    cut_into(monkeypatch, columns)
+def test_blocks_of_any_size_give_what_whole_logits_give(monkeypatch, columns, kept_columns, bias, entropy):
+    cut_into(monkeypatch, columns, kept_columns)
     module, (states, target) = head(bias=bias, entropy=entropy), inputs()
     weights = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
     gradients = []
@@ -60,14 +61,14 @@ def test_gradients_are_finite_differences(monkeypatch, columns):
     weight, bias = module.weight, module.bias
 
     def outcome(states, weight, bias):
-        return logprobs._HeadLogprobs.apply(states, weight, bias, target, TEMPERATURE, True)
+        return logprobs._HeadLogprobs.apply(states, weight, bias, target, TEMPERATURE, True, TOKENS * 14)
 
     assert torch.autograd.gradcheck(outcome, (states, weight, bias))
 
 
 @pytest.mark.parametrize("columns", [4, 1000])
 def test_large_logits_neither_overflow_nor_vanish(monkeypatch, columns):
-    cut_into(monkeypatch, columns)
+    cut_into(monkeypatch, columns, kept_columns=12)
     module, (states, target) = head(dtype=torch.float32), inputs(scale=1000.0, dtype=torch.float32)
     found, entropies = module(states, target)
     gradients = [*torch.autograd.grad(found.sum() + entropies.sum(), [states, module.weight])]
@@ -83,7 +84,7 @@ def test_large_logits_neither_overflow_nor_vanish(monkeypatch, columns):
 @pytest.mark.parametrize("columns", [4, 1000])
 def test_tokens_that_are_ruled_out_leave_the_others_their_log_probs(monkeypatch, columns):
     # A whole block of them, the first.
-    cut_into(monkeypatch, columns)
+    cut_into(monkeypatch, columns, kept_columns=1000)
     module, (states, target) = head(bias=True, entropy=False), inputs()
     target = target.clamp(min=5)
     with torch.no_grad():
@@ -109,28 +110,48 @@ def test_bfloat16_logits_are_summed_in_float32(monkeypatch):
     torch.testing.assert_close([states.grad, module.weight.grad], [*expected], rtol=2e-2, atol=2e-2)
 
 
-def test_one_block_of_logits_after_another_is_computed_and_again_but_for_the_last(monkeypatch):
-    cut_into(monkeypatch, 10)
-    sizes, compute, alive = [], logprobs._logits, []
+@pytest.mark.parametrize("most", [0, 1, 2, 3])
+def test_as_many_blocks_of_logits_wait_for_backward_as_may_and_the_others_are_computed_again(monkeypatch, most):
+    cut_into(monkeypatch, 10, kept_columns=8 * most)
+    sizes, compute, made = [], logprobs._logits, []
 
     def spy(*arguments):
-        assert all(logits() is None for logits in alive)
+        assert sum(logits() is not None for logits in made) <= most_alive
         logits = compute(*arguments)
         sizes.append(tuple(logits.shape))
-        alive.append(weakref.ref(logits))
+        made.append(weakref.ref(logits))
         return logits
 
     monkeypatch.setattr(logprobs, "_logits", spy)
     module, (states, target) = head(), inputs()
+    most_alive = max(most - 1, 0)  # the oldest goes before the next is made
     found, _ = module(states, target)
-    alive.clear()  # of the last, which waits for backward
+    assert sum(logits() is not None for logits in made) == most
+    most_alive = most  # its kept logits stay backward's until it ends
     found.sum().backward()
     forward = [(TOKENS, 8), (TOKENS, 8), (TOKENS, 7)]  # three blocks of at most 10, about equal
-    assert sizes == forward + [(TOKENS, 8), (TOKENS, 8)]
+    assert sizes == forward + [forward[-1]] * (most == 0) + [(TOKENS, 8)] * min(2, 3 - most)
+
+
+def test_nothing_waits_where_there_is_no_backward(monkeypatch):
+    cut_into(monkeypatch, 10, kept_columns=1000)
+    compute, made = logprobs._logits, []
+
+    def spy(*arguments):
+        assert not any(logits() is not None for logits in made)
+        logits = compute(*arguments)
+        made.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(logprobs, "_logits", spy)
+    module, (states, target) = head(), inputs()
+    with torch.no_grad():
+        module(states, target)
+    assert len(made) == 3
 
 
 def test_backward_can_run_again(monkeypatch):
-    cut_into(monkeypatch, 10)
+    cut_into(monkeypatch, 10, kept_columns=16)
     module, (states, target) = head(), inputs()
     found, entropies = module(states, target)
     total = (found + entropies).sum()

@@ -79,10 +79,17 @@ def run(model: Path, stage: int, dtype: str, checkpointed: bool, out: Path, rank
         max_gap=float("inf"),  # the replies are made up, so no model sampled them
         ranks=ranks,
     )
+    if ranks.world_size == 1:
+        trained.engine.flatten = None  # there is nobody to add gradients up with: they are not copied to be sent
+    adamw = getattr(trained.optimizer, "optimizer", trained.optimizer)
+    averages = {id(state["exp_avg"]) for state in adamw.state.values()}
     groups = make_groups()
     # Two ranks get three groups and one, so that one of them idles in the second mini-batch.
     own = groups if ranks.world_size == 1 else [g for g in groups if (g.position == 1) == (ranks.rank == 1)]
     metrics = [updater.update(own, [ADVANTAGES[g.position] for g in own], NUM_PROMPTS) for _ in range(STEPS)]
+    # AdamW has its averages from the start, those and no others, and has counted the steps it took.
+    assert averages and {id(state["exp_avg"]) for state in adamw.state.values()} == averages
+    assert {state["step"].item() for state in adamw.state.values()} == {STEPS * NUM_PROMPTS / MINI_BATCH_PROMPTS}
     ModelWriter(trained, model).save(out)
     if ranks.is_main:
         (out / "metrics.json").write_text(json.dumps(metrics))
@@ -96,7 +103,8 @@ def sharded_throughout(*settings: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    logprobs.BLOCK_LOGITS = {"cpu": 5 * 30}  # so that ranks cut the head differently: ZeRO-3 must not mind
+    # So that ranks cut the head differently: ZeRO-3 must not mind.
+    logprobs.BLOCK_LOGITS, logprobs.KEPT_LOGITS = {"cpu": 5 * 30}, {"cpu": 2 * 5 * 30}
     policy.deepspeed_config = sharded_throughout
     model, out = map(Path, sys.argv[1:3])
     ranks = Ranks.join()
