@@ -1,4 +1,4 @@
-"""Log-probs of response tokens without the logits: the head runs over blocks of the vocabulary, again in backward."""
+"""Log-probs of response tokens with few logits at a time: the head runs over blocks of the vocabulary."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from grpo.attention import PackedAttention
 from grpo.packing import PackedBatch
 
 BLOCK_LOGITS = {"cpu": 2**22, "cuda": 2**27}
-"""Most logits of one block, by device: 16 or 512 MiB of float32, of which about three are alive at once."""
+"""Most logits of one block, by device: 16 or 512 MiB of float32. Two or three blocks are alive at once, besides
+those that are kept."""
 
-KEPT_LOGITS = {"cpu": 2**26, "cuda": 2**28}
-"""Most logits that wait for backward, which computes the others again: 256 MiB or 1 GiB of float32."""
+KEPT_LOGITS = {"cpu": 2**26, "cuda": 2**27}
+"""Most logits that wait for backward, which computes the others again: 256 or 512 MiB of float32."""
 
 ALIGNMENT = 128
 """Blocks of the vocabulary are as wide as a multiple of this, where they can: tensor cores want whole tiles."""
@@ -87,8 +88,8 @@ class _HeadLogprobs(torch.autograd.Function):
     Suffixes: N response tokens, D width, V vocabulary, B a block of it. Blocks of the vocabulary rather than of the
     tokens: the head's gradient is then written once, block by block, instead of being added up. Forward carries each
     token's largest logit so far and, with x the distance of a tempered logit from it, the sums of exp(x) and of
-    exp(x) · x. The last blocks are kept, as many as may be; backward begins with them and computes the others again.
-    With p the softmax, H the entropy and T the temperature:
+    exp(x) · x. The last blocks are kept, as many as may be, each with the largest logits of its time; backward begins
+    with them and computes the others again. With p the softmax, H the entropy and T the temperature:
 
         ∂ logp(target) / ∂ logit = (onehot − p) / T        ∂ H / ∂ logit = −p · (log p + H) / T
     """
@@ -108,9 +109,10 @@ class _HeadLogprobs(torch.autograd.Function):
         max_N = states_ND.new_full(target_N.shape, -1e30, dtype=dtype)  # below any logit, but for -inf
         chosen_N, total_N, total_x_N = (torch.zeros_like(max_N) for _ in range(3))
         blocks = [*_blocks(len(states_ND), weight_VD)]
-        kept: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=most_kept // (len(states_ND) * blocks[0].stop))
+        most_blocks = most_kept // (len(states_ND) * blocks[0].stop)  # none is wider than the first
+        kept: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=most_blocks)
         for block in blocks:
-            if len(kept) == kept.maxlen > 0:
+            if kept and len(kept) == most_blocks:
                 kept.popleft()  # before the next is made
             x_NB = _logits(states_ND, weight_VD, bias_V, block)
             column_N, is_here_N = _columns(target_N, block)
@@ -128,7 +130,7 @@ class _HeadLogprobs(torch.autograd.Function):
         log_total_N = total_N.log()
         entropy_N = log_total_N - total_x_N / total_N
         ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, *chain(*kept))
-        ctx.temperature, ctx.entropy_has_gradient = temperature, entropy_has_gradient
+        ctx.blocks, ctx.temperature, ctx.entropy_has_gradient = blocks, temperature, entropy_has_gradient
         if not entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_N)  # only logged
         return (chosen_N - max_N) / temperature - log_total_N, entropy_N
@@ -144,11 +146,11 @@ class _HeadLogprobs(torch.autograd.Function):
         by_chosen_N = by_logprobs_N / ctx.temperature
         by_entropy_N = by_entropy_N / ctx.temperature if ctx.entropy_has_gradient else None
         by_logits_NB = None
-        for block in reversed([*_blocks(len(states_ND), weight_VD)]):
+        for block in reversed(ctx.blocks):
             del by_logits_NB  # the block before goes first
             if kept:
-                before_N, x_NB = kept.pop(), kept.pop()
-                table_NB = x_NB + ((before_N - max_N) / ctx.temperature - log_total_N)[:, None]
+                then_N, x_NB = kept.pop(), kept.pop()
+                table_NB = x_NB + ((then_N - max_N) / ctx.temperature - log_total_N)[:, None]
             else:
                 table_NB = _logits(states_ND, weight_VD, bias_V, block)
                 torch.add(-normalizer_N1, table_NB, alpha=1 / ctx.temperature, out=table_NB)

@@ -72,7 +72,7 @@ class Policy:
         module = LogprobModel(causal_lm, self.attention, temperature, entropy_has_gradient=entropy_has_gradient)
         adamw = torch.optim.AdamW(
             _decay_groups(module, optimizer.weight_decay),
-            lr=optimizer.lr,
+            lr=0.0,  # `step` sets it; DeepSpeed's own step of zeros (bfloat16, stage 0) must not decay anything
             betas=optimizer.betas,
             eps=optimizer.eps,
             fused=True,
@@ -81,7 +81,7 @@ class Policy:
             model=module, optimizer=adamw, config=config, dist_init_required=False
         )
         if ranks.world_size == 1 and zero.stage == 0:
-            self.engine.enable_backward_allreduce = False  # it would copy all gradients there and back
+            self.engine.enable_backward_allreduce = False  # alone, it would copy all gradients to average them
         _claim_averages(adamw, getattr(self.optimizer, "fp32_partitioned_groups_flat", None))
         self.engine.train()
 
@@ -133,7 +133,10 @@ class Policy:
             self.engine.step()  # skips by itself where the norm is not finite
             return float(self.engine.get_global_grad_norm())
         # Stage 0 has no such check: its gradients are whole and reduced here, so look before stepping.
-        parameters = [parameter for parameter in self.engine.module.parameters() if parameter.grad is not None]
+        parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
+        for parameter in parameters:
+            if parameter.grad is None:  # not part of the loss this time: it decays all the same, as on several ranks
+                parameter.grad = torch.zeros_like(parameter)
         norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]).item()
         if math.isfinite(norm):
             self.engine.step()
@@ -235,16 +238,17 @@ def _decay_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str
 
 def _claim_averages(adamw: torch.optim.AdamW, shards: list[torch.Tensor] | None) -> None:
     """Makes AdamW's averages now rather than in its first step: what does not fit fails before the first rollout, and
-    they do not scatter over the memory that the first update's activations leave. `shards` are those of ZeRO-3.
+    they do not scatter over the memory that the first update's activations leave.
 
-    In bfloat16 at stage 0, DeepSpeed takes a step of zeros to the same end, which AdamW would count.
+    `shards` are the parameters under ZeRO-3, which keeps AdamW's groups empty between steps.
     """
     for parameter in shards or [parameter for group in adamw.param_groups for parameter in group["params"]]:
-        adamw.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        state = adamw.state[parameter]
+        if state:
+            state["step"].zero_()  # DeepSpeed's step of zeros does not count
+        else:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
 
 def _head_name(causal_lm: torch.nn.Module) -> str:

@@ -54,8 +54,9 @@ def test_the_kl_is_taken_from_the_reward_before_replies_are_compared():
 @pytest.fixture(scope="module")
 def one_rank(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
-    torchrun(1, "tests.programs.update_program", model, folder, "0/float32")
-    return read(folder / "0/float32")
+    cases = ["0/float32", "0/bfloat16"]
+    torchrun(1, "tests.programs.update_program", model, folder, *cases)
+    return {case: read(folder / case) for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +139,7 @@ def test_a_generation_config_stays_what_it_is_even_none_or_one_that_transformers
 
 
 def test_one_rank_ends_at_the_weights_of_plain_torch(model, one_rank):
-    state, metrics = one_rank
+    state, metrics = one_rank["0/float32"]
     assert distance(state, in_plain_torch(model)) < 1e-4
     assert distance(state, AutoModelForCausalLM.from_pretrained(model).state_dict()) > 1e-2  # and it did move
     assert [m["update/optimizer_steps"] for m in metrics] == [2, 2]
@@ -146,9 +147,9 @@ def test_one_rank_ends_at_the_weights_of_plain_torch(model, one_rank):
 
 @pytest.mark.parametrize("case", [*(f"{stage}/float32" for stage in range(4)), "3/float32/checkpointed"])
 def test_two_ranks_end_at_the_weights_of_one(one_rank, two_ranks, case):
-    state, metrics = two_ranks[case]
-    assert distance(state, one_rank[0]) < 1e-4
-    for one, two in zip(one_rank[1], metrics, strict=True):
+    (state, metrics), (state_of_one, metrics_of_one) = two_ranks[case], one_rank["0/float32"]
+    assert distance(state, state_of_one) < 1e-4
+    for one, two in zip(metrics_of_one, metrics, strict=True):
         assert two == pytest.approx(one, rel=1e-3, abs=1e-6)
 
 
@@ -160,13 +161,18 @@ def test_a_head_of_its_own_is_trained_where_it_is_sharded(tmp_path):
     assert not state["lm_head.weight"].equal(state["model.embed_tokens.weight"])
 
 
-@pytest.mark.parametrize("case", [*(f"{stage}/bfloat16" for stage in range(4)), "3/bfloat16/checkpointed"])
-def test_bfloat16_trains_in_the_same_direction(model, one_rank, two_ranks, case):
-    state, metrics = two_ranks[case]
+@pytest.mark.parametrize(
+    "ranks, case",
+    [(1, "0/bfloat16"), *((2, f"{stage}/bfloat16") for stage in range(4)), (2, "3/bfloat16/checkpointed")],
+)
+def test_bfloat16_trains_in_the_same_direction_and_as_far(model, one_rank, two_ranks, ranks, case):
+    state, metrics = {1: one_rank, 2: two_ranks}[ranks][case]
     assert next(iter(state.values())).dtype == torch.bfloat16
     start = AutoModelForCausalLM.from_pretrained(model).state_dict()
-    moves = [torch.cat([(s[n].float() - start[n]).flatten() for n in start]) for s in (state, one_rank[0])]
+    exact = one_rank["0/float32"][0]
+    moves = [torch.cat([(s[n].float() - start[n]).flatten() for n in start]) for s in (state, exact)]
     assert torch.nn.functional.cosine_similarity(*moves, dim=0) > 0.7
+    assert moves[0].norm() / moves[1].norm() == pytest.approx(1, abs=0.1)
     assert all(math.isfinite(value) for m in metrics for value in m.values())
 
 

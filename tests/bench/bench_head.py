@@ -3,8 +3,9 @@
     python -m tests.bench.bench_head
 
 Forward and backward of the head alone (hidden size 1,024, tied to nothing, float32) over N response tokens, each case
-in a process of its own. `peak` is the resident memory at its highest less that before, GiB: blocks hold one block of
-logits and the head's gradient (0.58 GiB), whole logits all of them and that gradient. The last line is JSON.
+in a process of its own. `peak` is the resident memory at its highest less that before, GiB: blocks hold
+some of the logits (`grpo.logprobs`) and the head's gradient (0.58 GiB), whole logits all of them and that gradient. The
+last line is JSON.
 """
 
 from __future__ import annotations
