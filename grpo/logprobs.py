@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
-from itertools import chain
 
 import torch
 from torch import nn
@@ -109,11 +107,9 @@ class _HeadLogprobs(torch.autograd.Function):
         max_N = states_ND.new_full(target_N.shape, -1e30, dtype=dtype)  # below any logit, but for -inf
         chosen_N, total_N, total_x_N = (torch.zeros_like(max_N) for _ in range(3))
         blocks = [*_blocks(len(states_ND), weight_VD)]
-        most_blocks = most_kept // (len(states_ND) * blocks[0].stop)  # none is wider than the first
-        kept: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=most_blocks)
-        for block in blocks:
-            if kept and len(kept) == most_blocks:
-                kept.popleft()  # before the next is made
+        first_kept = len(blocks) - most_kept // (len(states_ND) * blocks[0].stop)  # none is wider than the first
+        kept: list[torch.Tensor] = []
+        for number, block in enumerate(blocks):
             x_NB = _logits(states_ND, weight_VD, bias_V, block)
             column_N, is_here_N = _columns(target_N, block)
             chosen_N = torch.where(is_here_N, x_NB.gather(-1, column_N[:, None])[:, 0], chosen_N)
@@ -125,11 +121,12 @@ class _HeadLogprobs(torch.autograd.Function):
             shrink_N = shift_N.exp()
             total_x_N = shrink_N * (total_x_N + shift_N * total_N) + torch.linalg.vecdot(exp_NB, x_NB)
             total_N = shrink_N * total_N + exp_NB.sum(-1)
-            kept.append((x_NB, max_N))
+            if number >= first_kept:
+                kept += [x_NB, max_N]
             del exp_NB, x_NB
         log_total_N = total_N.log()
         entropy_N = log_total_N - total_x_N / total_N
-        ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, *chain(*kept))
+        ctx.save_for_backward(states_ND, weight_VD, bias_V, target_N, max_N, log_total_N, entropy_N, *kept)
         ctx.blocks, ctx.temperature, ctx.entropy_has_gradient = blocks, temperature, entropy_has_gradient
         if not entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_N)  # only logged

@@ -111,44 +111,42 @@ def test_bfloat16_logits_are_summed_in_float32(monkeypatch, kept_columns):
     torch.testing.assert_close([states.grad, module.weight.grad], [*expected], rtol=2e-2, atol=2e-2)
 
 
+def watch_blocks(monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, ...]], list[int], list[weakref.ref]]:
+    """(shape, number of blocks alive just before, weak reference) of every block of logits that is computed."""
+    shapes, alive_before, blocks, compute = [], [], [], logprobs._logits
+
+    def watched(*arguments):
+        alive_before.append(sum(block() is not None for block in blocks))
+        logits = compute(*arguments)
+        shapes.append(tuple(logits.shape))
+        blocks.append(weakref.ref(logits))
+        return logits
+
+    monkeypatch.setattr(logprobs, "_logits", watched)
+    return shapes, alive_before, blocks
+
+
 @pytest.mark.parametrize("most", [0, 1, 2, 3])
 def test_as_many_blocks_of_logits_wait_for_backward_as_may_and_the_others_are_computed_again(monkeypatch, most):
     cut_into(monkeypatch, 10, kept_columns=8 * most)
-    sizes, compute, made = [], logprobs._logits, []
-
-    def spy(*arguments):
-        assert sum(logits() is not None for logits in made) <= most_alive
-        logits = compute(*arguments)
-        sizes.append(tuple(logits.shape))
-        made.append(weakref.ref(logits))
-        return logits
-
-    monkeypatch.setattr(logprobs, "_logits", spy)
+    shapes, alive_before, blocks = watch_blocks(monkeypatch)
     module, (states, target) = head(), inputs()
-    most_alive = max(most - 1, 0)  # the oldest goes before the next is made
     found, _ = module(states, target)
-    assert sum(logits() is not None for logits in made) == most
-    most_alive = most  # autograd holds them until backward returns
+    assert max(alive_before) <= max(most - 1, 0)
+    assert sum(block() is not None for block in blocks) == most
     found.sum().backward()
+    assert max(alive_before) <= most  # autograd holds them until backward returns
     forward = [(TOKENS, 8), (TOKENS, 8), (TOKENS, 7)]  # three blocks of at most 10, about equal
-    assert sizes == forward + [forward[-1]] * (most == 0) + [(TOKENS, 8)] * min(2, 3 - most)
+    assert shapes == forward + [forward[-1]] * (most == 0) + [(TOKENS, 8)] * min(2, 3 - most)
 
 
 def test_nothing_waits_where_there_is_no_backward(monkeypatch):
     cut_into(monkeypatch, 10, kept_columns=1000)
-    compute, made = logprobs._logits, []
-
-    def spy(*arguments):
-        assert not any(logits() is not None for logits in made)
-        logits = compute(*arguments)
-        made.append(weakref.ref(logits))
-        return logits
-
-    monkeypatch.setattr(logprobs, "_logits", spy)
+    _, alive_before, _ = watch_blocks(monkeypatch)
     module, (states, target) = head(), inputs()
     with torch.no_grad():
         module(states, target)
-    assert len(made) == 3
+    assert alive_before == [0, 0, 0]
 
 
 def test_backward_can_run_again(monkeypatch):
