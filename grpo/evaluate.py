@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from grpo.config import EvaluationSettings
-from grpo.experience import play_and_score, trace_rows
+from grpo.experience import play_share, trace_rows
 from grpo.ranks import Ranks
 from rewards.scoring import Scorer
 from rollout.conversation import Rollout, RolloutPlan
@@ -57,7 +57,7 @@ async def evaluate(
     """One reply per held-out scenario. Collective: each rank plays its share."""
     chosen = list(enumerate(scenarios[: settings.prompts]))
     plan = evaluation_plan(settings, seed)
-    groups = await play_and_score(rollout, scorer, chosen[ranks.rank :: ranks.world_size], plan)
+    groups = await play_share(rollout, scorer, chosen, plan, ranks.rank, ranks.world_size)
     own = [(group.position, trace_rows(group, step)) for group in groups]
     by_position = sorted((pair for share in ranks.gather(own) for pair in share), key=lambda pair: pair[0])
     return Evaluation(step, tuple(row for _, rows in by_position for row in rows))

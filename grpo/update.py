@@ -1,8 +1,9 @@
 """The update: groups with advantages become optimizer steps.
 
-The batch is cut into mini-batches of whole groups, each one optimizer step; a mini-batch into
-micro-batches that fit the memory, the same number on every rank. Old log-probs come from the weights
-before the first step; where a mini-batch is the first, they are its own forward pass, detached.
+The batch is cut into mini-batches of whole groups, each one optimizer step. Every rank knows the whole batch; the
+replies of a mini-batch are dealt to the ranks by what they cost, whoever sampled them, in micro-batches that fit the
+memory, the same number on every rank (`grpo.packing`, `grpo.dealing`). Old log-probs come from the weights before the
+first step; where a mini-batch is the first, they are its own forward pass, detached.
 """
 
 from __future__ import annotations
@@ -97,27 +98,19 @@ class Updater:
         self,
         groups: Sequence[Group],
         advantages_PG: Sequence[Sequence[float]],
-        num_prompts: int,
         *,
         on_policy: bool = True,
     ) -> dict[str, float]:
-        """One pass over this rank's groups of a step of `num_prompts` prompts; metrics of the step. Collective.
+        """One pass over all groups of a step, by position; metrics of the step. Collective: all ranks give the same.
 
         Replies that older weights sampled (not `on_policy`) differ by more than rounding, and how much is what the
         correction is for: only a gap that is no number stops the run then.
         """
         max_gap = self.max_gap if on_policy else math.inf
+        pairs = [*zip(groups, advantages_PG, strict=True)]
         mini_batches = [
-            self._plan(
-                self._sequences(
-                    [
-                        pair
-                        for pair in zip(groups, advantages_PG, strict=True)
-                        if start <= pair[0].position < start + self.mini_batch_prompts
-                    ]
-                )
-            )
-            for start in range(0, num_prompts, self.mini_batch_prompts)
+            self._plan(self._sequences(pairs[start : start + self.mini_batch_prompts]))
+            for start in range(0, len(pairs), self.mini_batch_prompts)
         ]
         steps = [mini_batch for mini_batch in mini_batches if mini_batch.has_gradient]
         # Before any step is taken: later mini-batches need the log-probs of the weights that sampled them.
@@ -140,7 +133,7 @@ class Updater:
 
     def reply_kl(self, groups: Sequence[Group]) -> tuple[list[list[float]], float]:
         """KL of policy and reference summed over what each sample trains on (k1, nats), by [group][sample], and its
-        token mean over all ranks. 0 where a sample is invalid: it is not trained on. Collective.
+        token mean. 0 where a sample is invalid: it is not trained on. Collective: all ranks give the same groups.
         """
         samples_P = [valid_samples(group, self.train_on) for group in groups]
         num_samples = sum(map(len, samples_P))
@@ -151,27 +144,26 @@ class Updater:
             if is_own:
                 for number, total in enumerate(sequence_sums(k1_N, batch.sequence_N).tolist()):
                     sums[number] += total
+        sums = self.ranks.total(sums)
         kl_PG = [[0.0] * len(group.rewards_G) for group in groups]
         totals = iter(sums)
         for kl_G, samples in zip(kl_PG, samples_P, strict=True):
             for sample in samples:
                 kl_G[sample.position] = next(totals)
         num_tokens = sum(sample.num_tokens for samples in samples_P for sample in samples)
-        kl, tokens = self.ranks.total([sum(sums), num_tokens])
-        if not math.isfinite(kl):  # on all ranks alike
+        if not math.isfinite(sum(sums)):  # on all ranks alike
             raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
-        return kl_PG, kl / max(tokens, 1)
+        return kl_PG, sum(sums) / max(num_tokens, 1)
 
     def _sequences(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> list[TrainSequence]:
-        """What a mini-batch trains on, with the weights of the whole optimizer step. Collective."""
+        """What a mini-batch trains on, with the weights of the whole optimizer step."""
         samples_P = [valid_samples(group, self.train_on, advantages_G) for group, advantages_G in groups]
         lengths = [sample.num_tokens for samples in samples_P for sample in samples]
-        tokens, num_samples = self.ranks.total([sum(lengths), len(lengths)])
         weights_S = aggregation_weights(
             torch.tensor(lengths),
             self.loss.aggregate,
-            step_tokens=int(tokens),
-            step_sequences=int(num_samples),
+            step_tokens=sum(lengths),
+            step_sequences=len(lengths),
             max_tokens=self.max_reply_tokens,
         )
         return [
@@ -182,7 +174,7 @@ class Updater:
         ]
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> _MiniBatch:
-        """Micro-batches of this rank's sequences, as many as any rank needs. Collective."""
+        """Micro-batches of what is dealt to this rank, as many as any rank gets. Collective."""
         attention = self.policy.attention
         planned = plan_micro_batches(
             sequences,
@@ -191,6 +183,8 @@ class Updater:
             whole_samples=self.loss.needs_whole_samples,
             pair_cost=attention.pair_cost,
             multiple=attention.row_multiple,
+            rank=self.ranks.rank,
+            num_ranks=self.ranks.world_size,
         )
         packed = [pack(rows, attention.row_multiple) for rows in planned]
         num_idle = max(self.ranks.gather(len(packed))) - len(packed)

@@ -75,7 +75,7 @@ def _update(updater: Updater, model: Path, shape: Shape, *, timed: int, memory: 
         for seconds in phases.values():
             seconds.clear()
         meter.start(trim=number > timed)
-        metrics.append(updater.update(groups, advantages_PG, shape.prompts))
+        metrics.append(updater.update(groups, advantages_PG))
         meter.stop()
         if 1 <= number <= timed:
             figures.append({name: sum(seconds) for name, seconds in phases.items()} | {"all": meter.last["seconds"]})
