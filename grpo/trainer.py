@@ -7,7 +7,6 @@ Where it departs from the papers is said in the modules it calls: `grpo.advantag
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import sys
 import time
@@ -25,10 +24,12 @@ from grpo.collect import Batch, Collector, reward_tables
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
 from grpo.experience import Group, failure_lines, trace_rows
-from grpo.metrics import conversation_metrics, sampled_tokens, summed
+from grpo.flops import peak_tflops
+from grpo.metrics import experience_metrics, machine_metrics, sampled_tokens, summed
+from grpo.phases import Phases
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
-from grpo.recorder import Recorder, RunFolder, Timer
+from grpo.recorder import Recorder, RunFolder
 from grpo.stopping import Stop, StopSignals, used_up
 from grpo.sync import EngineDrift, max_gap, push_weights
 from grpo.update import Updater
@@ -77,6 +78,8 @@ class Trainer:
             max_gap=max_gap(parts.policy.dtype, ranks.device),
             ranks=ranks,
         )
+        card = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
+        self.peak_tflops = peak_tflops(card, parts.policy.dtype)
         self.started = time.monotonic()
         self.num_done = 0
         """Steps that were trained and recorded."""
@@ -181,7 +184,7 @@ class Trainer:
 
     def step(self, step: int) -> str:
         """One training step; returns what the progress bar shows."""
-        config, timer, start = self.config, Timer(), time.perf_counter()
+        config, timer, start = self.config, Phases(self.ranks.device), time.perf_counter()
 
         # ── sample, reply, converse, score ── without barriers between them; the engine then sleeps
         with timer.phase("rollout"):
@@ -224,18 +227,16 @@ class Trainer:
             for group, advantages_G, kl_G in [*zip(groups, advantages_PG, kl_PG, strict=True)][own]
             for row in trace_rows(group, step, advantages_G, kl_G)
         ] + [row for group in batch.replaced[own] for row in trace_rows(group, step, replaced=True)]
-        shares = self.ranks.gather((own_traces, batch.counts, self.collector.counted))
-        traces = [row | {"weight_version": batch.weight_version} for rows, _, _ in shares for row in rows]
-        self.totals = {f"total/{name}": count for name, count in summed([totals for _, _, totals in shares]).items()}
-        metrics |= summed([counts for _, counts, _ in shares]) | self.totals
+        share = own_traces, batch.counts, self.collector.counted, timer.peak_gib, self.updater.take_flops()
+        rows, counts, totals, peaks, flops = zip(*self.ranks.gather(share), strict=True)
+        traces = [row | {"weight_version": batch.weight_version} for some in rows for row in some]
+        self.totals = {f"total/{name}": count for name, count in summed(totals).items()}
+        metrics |= summed(counts) | self.totals
         metrics["rollout/prefix_hit_rate"] = metrics["policy/cached_tokens"] / max(metrics["policy/prompt_tokens"], 1)
         metrics["rollout/weight_version"] = float(batch.weight_version)
-        metrics |= conversation_metrics([row for row in traces if not row["replaced"]], config.rewards.weights)
-        metrics["rollout/refilled_groups"] = float(len({row["scenario_id"] for row in traces if row["replaced"]}))
-        metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
-        metrics["time/step"] = time.perf_counter() - start
-        metrics["tokens_per_second"] = sampled_tokens(traces) / metrics["time/step"]
-        metrics["memory/peak_gib"] = _peak_gib(self.ranks.device)
+        metrics |= experience_metrics(traces, config.rewards.weights)
+        seconds, num_sampled = time.perf_counter() - start, sampled_tokens(traces)
+        metrics |= machine_metrics(timer.seconds, seconds, num_sampled, peaks, flops, self.peak_tflops)
         if self.recorder:
             self.recorder.step(step, metrics, traces)
         self.num_done = step
@@ -295,13 +296,6 @@ class Trainer:
             tqdm.write(f"step {step}: held-out reward {evaluation.reward:.3f}")
         self.collector.new_counts()  # these belong to no step, only to the totals
         self.boundary()
-
-
-def _peak_gib(device: torch.device) -> float:
-    """Highest memory so far: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _progress(metrics: dict[str, float]) -> str:

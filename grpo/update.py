@@ -16,6 +16,7 @@ import torch
 
 from grpo.config import LossSettings, UpdateSettings
 from grpo.experience import Group
+from grpo.flops import ForwardCost
 from grpo.loss import aggregation_weights, kl_penalty, policy_loss, sampling_correction, sequence_sums
 from grpo.packing import (
     PackedBatch,
@@ -31,6 +32,10 @@ from grpo.sync import check_gap
 from rollout.settings import TrainOn
 
 
+LARGEST = ("gap", "new_ratio")
+"""What is told of a step's tokens with its maximum beside the mean; neither is negative."""
+
+
 class Tally:
     """Sums over response tokens, added up over micro-batches and ranks, divided once at the end.
 
@@ -40,24 +45,26 @@ class Tally:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._tokens = 0
-        self._gap_max = 0.0
+        self._max = dict.fromkeys(LARGEST, 0.0)
 
     def add(self, **per_token_N: torch.Tensor) -> None:
         self._tokens += next(iter(per_token_N.values())).numel()
         sums = torch.stack([values_N.detach().double().sum() for values_N in per_token_N.values()])
         for name, total in zip(per_token_N, sums.tolist(), strict=True):  # one transfer from the device
             self._sums[name] = self._sums.get(name, 0.0) + total
-        self._gap_max = max(self._gap_max, per_token_N["gap"].max().item())
+        largest = torch.stack([per_token_N[name].detach().double().max() for name in LARGEST])
+        for name, value in zip(LARGEST, largest.tolist(), strict=True):
+            self._max[name] = max(self._max[name], value)
 
     def means(self, ranks: Ranks) -> dict[str, float]:
-        """Token means over all ranks, and the largest gap. Collective. Empty where there were no tokens."""
-        shares = ranks.gather((self._sums, self._tokens, self._gap_max))
+        """Token means over all ranks, and the largest of `LARGEST`. Collective. Empty where there were no tokens."""
+        shares = ranks.gather((self._sums, self._tokens, self._max))
         tokens = sum(share[1] for share in shares)
         if not tokens:
             return {}
         names = next(sums for sums, count, _ in shares if count)
         means = {name: sum(sums.get(name, 0.0) for sums, _, _ in shares) / tokens for name in names}
-        return means | {"gap_max": max(share[2] for share in shares)}
+        return means | {f"{name}_max": max(largest[name] for _, _, largest in shares) for name in LARGEST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,8 @@ class Updater:
         self.mini_batch_prompts, self.max_reply_tokens = mini_batch_prompts, max_reply_tokens
         self.max_gap, self.ranks = max_gap, ranks
         self.train_on: TrainOn = train_on
+        self._cost = ForwardCost.of(policy.causal_lm)
+        self._flops = 0.0
 
     def update(
         self,
@@ -115,6 +124,8 @@ class Updater:
         steps = [mini_batch for mini_batch in mini_batches if mini_batch.has_gradient]
         # Before any step is taken: later mini-batches need the log-probs of the weights that sampled them.
         old: list[list[torch.Tensor | None]] = [[None] * len(steps[0].micro_batches)] if steps else []
+        for mini_batch in steps:  # forward and twice that backward, the reference, and the log-probs below
+            self._count(mini_batch, 3 + self.loss.kl_in_loss + (mini_batch is not steps[0]))
         for mini_batch in steps[1:]:
             old.append([self.policy.frozen_logprobs(batch) for batch in self._batches(mini_batch)])
 
@@ -138,6 +149,7 @@ class Updater:
         samples_P = [valid_samples(group, self.train_on) for group in groups]
         num_samples = sum(map(len, samples_P))
         mini_batch = self._plan(train_sequences(samples_P, [0.0] * num_samples))
+        self._count(mini_batch, 2)
         sums = [0.0] * num_samples
         for batch, is_own in zip(self._batches(mini_batch), mini_batch.is_own, strict=True):
             k1_N = kl_penalty(self.policy.frozen_logprobs(batch), self.reference.logprobs(batch), "k1").double()
@@ -154,6 +166,15 @@ class Updater:
         if not math.isfinite(sum(sums)):  # on all ranks alike
             raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
         return kl_PG, sum(sums) / max(num_tokens, 1)
+
+    def take_flops(self) -> float:
+        """Floating-point operations that this rank's updates needed since this was last called (`grpo.flops`)."""
+        taken, self._flops = self._flops, 0.0
+        return taken
+
+    def _count(self, mini_batch: _MiniBatch, num_forwards: int) -> None:
+        own = (batch for batch, is_own in zip(mini_batch.micro_batches, mini_batch.is_own, strict=True) if is_own)
+        self._flops += num_forwards * sum(map(self._cost.forward, own))
 
     def _sequences(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> list[TrainSequence]:
         """What a mini-batch trains on, with the weights of the whole optimizer step."""
@@ -228,6 +249,7 @@ class Updater:
                 tally.add(
                     gap=(old_N - batch.sampler_logprobs_N).abs(),
                     ratio=(old_N - batch.sampler_logprobs_N).exp(),
+                    new_ratio=(logprobs_N.detach() - old_N).exp(),
                     entropy=entropy_N,
                     loss=losses.loss_N,
                     clip_low=losses.clipped_low_N,
@@ -241,6 +263,8 @@ def _named(means: dict[str, float]) -> dict[str, float]:
         "gap": "sampling/logp_gap_mean",
         "gap_max": "sampling/logp_gap_max",
         "ratio": "sampling/ratio_mean",
+        "new_ratio": "update/ratio_mean",
+        "new_ratio_max": "update/ratio_max",
         "kl": "kl",
         "entropy": "entropy",
         "loss": "loss/policy",

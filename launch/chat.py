@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from launch.terminal import drop_output, printable
 from rollout.chat import Chat
+from rollout.gpus import check_seen
 from rollout.types import Message
 
 COMMANDS = """\
@@ -265,6 +266,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     try:
+        check_seen()
         session = start(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

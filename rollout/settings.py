@@ -7,6 +7,7 @@ one; `python -m launch.train --help` prints them all.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,6 +58,12 @@ class Section(BaseModel):
         return {} if value is None and is_section else value
 
 
+def near_name(name: str, known: Iterable[str]) -> str:
+    """The hint of an error: "; did you mean ...?" where one of `known` is like `name`, else nothing."""
+    found = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
 class DataSettings(Section):
     train: Path = Field(description="file; .parquet in the CollabLLM schema, or .jsonl")
     validation: Path | None = Field(None, description="file; held-out rows for evaluation")
@@ -104,6 +111,7 @@ class EngineSettings(ServedSection):
     cpu_kv_cache_gib: int = Field(1, ge=1, description="GiB; KV cache per rank on a CPU")
     sleep: bool = Field(True, description="free the engine's GPU memory during the update")
     eager: bool = Field(False, description="skip CUDA graphs; always so on a CPU")
+    extra: dict[str, Any] = Field({}, description="mapping; further arguments of vLLM's engine, by vLLM's names")
     base_url: str | None = Field(
         None, description="address of the policy's server, such as http://127.0.0.1:8000/v1 (kind: remote)"
     )

@@ -36,6 +36,7 @@ class PlainPolicy:
         """Of each step."""
         self.num_passed = self.num_frozen = 0
         self._waiting = 0
+        self.causal_lm = network.causal_lm
 
     def logprobs(self, batch):
         return self.network(batch)

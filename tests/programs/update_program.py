@@ -11,11 +11,10 @@ import json
 import sys
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from grpo import logprobs, policy
+from grpo import logprobs
 from grpo.checkpoint import ModelWriter
 from grpo.config import (
     DeepSpeedSettings,
@@ -36,7 +35,6 @@ LOSS = LossSettings(kl_coef=0.1, kl_estimator="k3", dual_clip=3.0, entropy_coef=
 # A large epsilon: Adam divides by the size of a gradient, which makes rounding of tiny ones count in full.
 OPTIMIZER = OptimizerSettings(lr=1e-2, eps=1e-3, weight_decay=0.01, max_grad_norm=0.5)
 TEMPERATURE = 0.8
-CONFIG = policy.deepspeed_config
 ADVANTAGES = [[1.0, -1.0, 0.0], [0.5, 0.25, -0.75], [0.0, 0.0, 0.0], [2.0, -1.0, -1.0], [0.5, 0.0, 0.0], [0.0] * 3]
 
 
@@ -66,10 +64,13 @@ def make_groups() -> list[Group]:
 
 def run(model: Path, stage: int, dtype: str, checkpointed: bool, out: Path, ranks: Ranks) -> None:
     settings = ModelSettings(path=model, dtype=dtype, gradient_checkpointing=checkpointed)
-    zero = DeepSpeedSettings(stage=stage)
+    # DeepSpeed keeps small weights whole at stage 3, which are all that the model has; large ones come and go.
+    extra = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
+    zero = DeepSpeedSettings(stage=stage, extra=extra)
     trained = Policy(
         settings, OPTIMIZER, zero, temperature=TEMPERATURE, total_steps=100, entropy_has_gradient=True, ranks=ranks
     )
+    assert trained.engine.zero_param_persistence_threshold() == 0
     reference = Reference(settings, zero, temperature=TEMPERATURE, ranks=ranks)
     updater = Updater(
         trained,
@@ -101,17 +102,9 @@ def run(model: Path, stage: int, dtype: str, checkpointed: bool, out: Path, rank
         (out / "metrics.json").write_text(json.dumps(metrics))
 
 
-def sharded_throughout(*settings: Any) -> dict[str, Any]:
-    """DeepSpeed keeps small weights whole at stage 3, which are all that the model has; large ones come and go."""
-    config = CONFIG(*settings)
-    config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0}
-    return config
-
-
 def main() -> None:
     # So that ranks cut the head differently: ZeRO-3 must not mind.
     logprobs.BLOCK_LOGITS, logprobs.KEPT_LOGITS = {"cpu": 5 * 30}, {"cpu": 2 * 5 * 30}
-    policy.deepspeed_config = sharded_throughout
     model, out = map(Path, sys.argv[1:3])
     ranks = Ranks.join()
     for case in sys.argv[3:]:
