@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from grpo.packing import PADDING, PROMPT, PackedBatch
+from grpo.packing import PADDING, PackedBatch, prompt_of
 
 BF16_TFLOPS = {
     "GB200": 2500,
@@ -128,12 +128,15 @@ def _pairs(segment_RL: torch.Tensor, window: int | None) -> int:
     """(query, key) pairs that may look: a prompt at itself, a reply at the prompt and itself, never at later tokens."""
     pairs = 0
     for segment_L in segment_RL:
-        prompt, *replies = torch.bincount(segment_L[segment_L != PADDING], minlength=PROMPT + 1).tolist()
+        segments, lengths = segment_L[segment_L != PADDING].unique(return_counts=True)
+        length_of = dict(zip(segments.tolist(), lengths.tolist(), strict=True))
         if window is not None:  # such models have one reply in a row
-            length = prompt + sum(replies)
+            length = sum(length_of.values())
             seen = min(length, window)
             pairs += seen * (seen + 1) // 2 + (length - seen) * window
         else:
-            pairs += prompt * (prompt + 1) // 2
-            pairs += sum(reply * prompt + reply * (reply + 1) // 2 for reply in replies)
+            prompts = prompt_of(segments).tolist()
+            for segment, prompt in zip(segments.tolist(), prompts, strict=True):
+                own = length_of[segment]
+                pairs += own * (own + 1) // 2 + (own * length_of[prompt] if segment != prompt else 0)
     return pairs

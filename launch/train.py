@@ -35,6 +35,7 @@ from rewards.scoring import Scorer
 from rollout import engine_vllm
 from rollout.chat import Chat, check_context
 from rollout.conversation import Rollout, User
+from rollout.cores import mind_neighbours
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
 from rollout.engine import SharedEngine, build_engine, choose_engine
 from rollout.gpus import GPUFault, check_seen
@@ -142,6 +143,8 @@ def read_inputs(config: Config) -> Inputs:
 def build_rollout(config: Config, inputs: Inputs, device: torch.device) -> Rollout:
     """Starts the engine; its first weights are those of `model.path`."""
     say("starting the engine ...")
+    if device.type == "cpu":
+        mind_neighbours(torch.get_num_threads())
     dtype = getattr(torch, config.model.dtype)
     engine = build_engine(config.engine, config.model.path, dtype, device, inputs.chat.stop_ids)
     return Rollout(config.rollout, SharedEngine(engine), inputs.chat, inputs.user)
