@@ -7,6 +7,7 @@ from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any
 
+from rewards.scoring import USER
 from rollout.llm_client import LLMClient
 
 COUNTED = ("calls", "retries", "prompt_tokens", "completion_tokens", "seconds")
@@ -16,7 +17,9 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
     """Metrics of trace rows (`grpo.experience.trace_rows`), one per conversation.
 
     Rewards, lengths and truncation are those of replies, each counted once however many conversations
-    continue it. `reward/zero_std_groups` counts groups whose advantages are all 0.
+    continue it. `reward/zero_std_groups` counts groups whose advantages are all 0. Failure rates are of all
+    conversations: `judge/` of those that could not be judged, `user/` of those whose user gave no usable answer,
+    `conversation/` of both, which `rewards.max_failure_rate` limits.
     """
     replies = [row for row in rows if row["continuation"] == 0]
     rewards = [row["reward"] for row in replies if row["reward"]["total"] is not None]
@@ -32,7 +35,9 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
         "reply/length_mean": _mean(row["reply_tokens"][0] for row in replies if row["reply_tokens"]),
         "reply/truncated": fmean(row["first_reply_cut"] for row in replies),
         "conversation/turns_mean": fmean(len(row["reply_tokens"]) for row in rows),
-        "judge/failure_rate": fmean(bool(row["score"]["failures"]) for row in rows),
+        "conversation/failure_rate": fmean(bool(row["score"]["failures"]) for row in rows),
+        "judge/failure_rate": fmean(any(name != USER for name in row["score"]["failures"]) for row in rows),
+        "user/failure_rate": fmean(USER in row["score"]["failures"] for row in rows),
     }
     for name in components:
         values = [reward["means"][name] for reward in rewards if name in reward["means"]]
