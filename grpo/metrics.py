@@ -7,6 +7,7 @@ from itertools import chain
 from statistics import fmean, pstdev
 from typing import Any, get_args
 
+from rewards.scoring import USER
 from rollout.llm_client import LLMClient
 from rollout.types import Ending
 
@@ -17,7 +18,9 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
     """Metrics of trace rows (`grpo.experience.trace_rows`), one per conversation.
 
     Rewards, lengths and truncation are those of replies, each counted once however many conversations
-    continue it; prompts count once a group.
+    continue it; prompts count once a group. Failure rates are of all conversations: `judge/` of those that could not
+    be judged, `user/` of those whose user gave no usable answer, `conversation/` of both, which
+    `rewards.max_failure_rate` limits.
     """
     replies = [row for row in rows if row["continuation"] == 0]
     rewards = [row["reward"] for row in replies if row["reward"]["total"] is not None]
@@ -32,7 +35,9 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
         **_lengths("later_reply", [tokens for row in rows for tokens in row["reply_tokens"][1:]]),
         "conversation/turns_mean": fmean(len(row["reply_tokens"]) for row in rows),
         **{f"conversation/ended/{ended}": fmean(row["ended"] == ended for row in rows) for ended in get_args(Ending)},
-        "judge/failure_rate": fmean(bool(row["score"]["failures"]) for row in rows),
+        "conversation/failure_rate": fmean(bool(row["score"]["failures"]) for row in rows),
+        "judge/failure_rate": fmean(any(name != USER for name in row["score"]["failures"]) for row in rows),
+        "user/failure_rate": fmean(USER in row["score"]["failures"] for row in rows),
     }
     for name, values in _by_component(rewards, components):
         metrics[f"reward/{name}"] = fmean(values)

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -42,6 +42,7 @@ from rollout.gpus import GPUFault, check_seen
 from rollout.llm_client import LLMClient
 from rollout.policy_server import check_server
 from rollout.prompting import system_prompt
+from rollout.role_check import SAMPLE_REPLY, check_role
 from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
 
@@ -132,12 +133,20 @@ def read_inputs(config: Config) -> Inputs:
     user = LLMUser(clients["user"], config.rollout.user) if "user" in clients else ScriptedUser()
     judge = Judge(clients["judge"], config.rewards) if "judge" in clients else None
     if is_main():
-        for client in clients.values():
-            client.check()
+        check_roles(clients, user, judge, train[0])
     say(f"engine: {engine} ({reason})")
     if config.rollout.train_on == "all_replies":
         say(f"trained: all replies, {chat.history_note}")
     return Inputs(chat, train, validation, clients, user, judge, total_steps)
+
+
+def check_roles(clients: Mapping[str, LLMClient], user: User, judge: Judge | None, scenario: Scenario) -> None:
+    """Each server is asked one question as the run asks them. Raises ValueError, with the remedy, where it cannot play."""
+    chat = [*scenario.messages, {"role": "assistant", "content": SAMPLE_REPLY}]
+    for role, client in clients.items():
+        asked = (user if role == "user" else judge).question(scenario, chat)
+        for note in check_role(role, client.settings, asked):
+            say(note)
 
 
 def build_rollout(config: Config, inputs: Inputs, device: torch.device) -> Rollout:

@@ -23,6 +23,8 @@ from rollout.chat import Chat
 from rollout.llm_client import LLMError
 from rollout.types import Conversation, Score
 
+USER = "user"
+"""Stands in `Score.failures` for the simulated user, where its failure left nothing to judge."""
 MIN_STARTED = 20
 """Conversations started before a failure rate means anything."""
 FAILURES_TOLD = 3
@@ -72,7 +74,7 @@ class Scorer:
 
     async def _score(self, conversation: Conversation) -> Score:
         if conversation.ended == "simulator_failed":
-            return Score({}, {"user": conversation.failure or "no usable answer"}, {})
+            return Score({}, {USER: conversation.failure or "no usable answer"}, {})
         if conversation.first_reply_cut and self.settings.truncated != "score":
             return Score({}, {}, {})  # its reward does not come from what it says
         measured = await asyncio.gather(*(self._component(name, conversation) for name in self.settings.weights))

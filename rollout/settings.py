@@ -135,6 +135,10 @@ class EngineSettings(ServedSection):
         return self
 
 
+Parameter = Literal["chat_template_kwargs", "temperature", "response_format", "strict"]
+"""What plain OpenAI-compatible servers may refuse; `strict` is the schema's."""
+
+
 class EndpointSettings(ServedSection):
     """An OpenAI-compatible server that plays a role, or several that share its calls."""
 
@@ -145,13 +149,37 @@ class EndpointSettings(ServedSection):
     api_key_env: str | None = Field(None, description="environment variable that holds the key")
     temperature: float = Field(1.0, ge=0, description="sampling temperature")
     max_tokens: int = Field(512, ge=1, description="tokens; longest answer")
-    timeout_s: float = Field(120.0, gt=0, description="seconds; limit of one call")
-    max_attempts: int = Field(3, ge=1, description="tries per question, the first included")
-    max_concurrency: int = Field(64, ge=1, description="calls in flight per rank, at each address")
+    timeout_s: float = Field(
+        300.0, gt=0, description="seconds; limit of one call from its sending, several times what an answer takes"
+    )
+    max_attempts: int = Field(
+        3, ge=1, description="tries per question, without those at an overloaded server while it answers others"
+    )
+    max_concurrency: int = Field(
+        64, ge=1, description="calls in flight per rank at each address, at most; fewer where answers are late"
+    )
     max_requests_per_minute: int | None = Field(
         None, ge=1, description="requests per minute and rank, over all addresses, retries too; null: no limit"
     )
     thinking: bool = Field(False, description="let the model think (chat_template_kwargs.enable_thinking)")
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = Field(
+        "max_tokens", description="what the servers call max_tokens: max_tokens, or max_completion_tokens"
+    )
+    leave_out: tuple[Parameter, ...] = Field(
+        (),
+        description="list of parameters that the servers do not know, so not sent: " + ", ".join(get_args(Parameter)),
+    )
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds; servers that have answered nobody for so long have failed."""
+        return self.max_attempts * self.timeout_s
+
+    @model_validator(mode="after")
+    def _who_thinks_is_told_so(self) -> EndpointSettings:
+        if self.thinking and "chat_template_kwargs" in self.leave_out:
+            raise ValueError("thinking: true is said in chat_template_kwargs, which leave_out names; remove one")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -81,7 +81,7 @@ def test_metrics_by_hand():
     assert metrics["reply/length_mean"] == (10 + 4 + 6 + 8) / 4
     assert metrics["reply/truncated"] == 1 / 4
     assert metrics["conversation/turns_mean"] == (2 + 3 + 1 + 2 + 1) / 5
-    assert metrics["judge/failure_rate"] == 1 / 5
+    assert (metrics["judge/failure_rate"], metrics["user/failure_rate"]) == (1 / 5, 0)
     assert metrics["reward/interactivity"] == pytest.approx((0.9 + 0.1 + 0.2) / 3)
     assert metrics["reward/bleu_word"] == 0.25
 
@@ -146,6 +146,14 @@ def test_an_evaluation_tells_means_with_their_intervals():
     }
     alone = Evaluation(4, (row("a", 0, 0, 1.0, None, [5], value=0.2),)).metrics()
     assert alone == {"evaluation/reward": 1, "evaluation/interactivity": 0.2}
+
+
+def test_a_failure_of_the_user_is_none_of_the_judge():
+    rows = [*ROWS, row("b", 1, 1, None, 0.0, [8], failures={"user": "user: timeout"})]
+    rows += [row("b", 1, 2, None, 0.0, [8], failures={"interactivity": "judge: cut", "bleu_score": "judge: cut"})]
+    metrics = conversation_metrics(rows, [])
+    assert (metrics["judge/failure_rate"], metrics["user/failure_rate"]) == (2 / 7, 1 / 7)
+    assert metrics["conversation/failure_rate"] == 3 / 7
 
 
 def test_a_first_reply_is_sampled_once_however_often_it_is_continued():
