@@ -7,12 +7,13 @@ section may come from a file of its own: `rewards=configs/rewards/short_replies.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -160,14 +161,26 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def describe_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """One line per setting: key, default, description."""
+    """One line per setting: key, default, description, and the values to choose from where it does not name them."""
     for name, field in section.model_fields.items():
         inner = _section_of(field.annotation)
         if inner:
             yield from describe_settings(inner, f"{prefix}{name}.")
             continue
         default = "required" if field.is_required() else _shown(field.get_default())
-        yield f"  {prefix + name:<46} {default:<16} {field.description}"
+        choices = [*map(str, _choices(field.annotation))]
+        named = set(re.findall(r"[\w-]+", field.description)) >= {*choices}
+        values = "" if named else f"; one of {', '.join(choices)}"
+        yield f"  {prefix + name:<46} {default:<16} {field.description}{values}"
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    """The values of every Literal in a type, null left out."""
+    if typing.get_origin(annotation) is Literal:
+        yield from (value for value in typing.get_args(annotation) if value is not None)
+    else:
+        for inner in typing.get_args(annotation):
+            yield from _choices(inner)
 
 
 def _shown(default: Any) -> str:

@@ -189,15 +189,16 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def settings_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Takes `--config FILE` and the `overrides` that `load_config` applies; its help lists every setting."""
+def settings_parser(prog: str, description: str, *, with_config: bool = True) -> argparse.ArgumentParser:
+    """Takes `--config FILE` (`with_config`) and the `overrides` that `load_config` applies; its help lists every setting."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
         epilog="settings (key, default, unit and meaning):\n" + "\n".join(describe_settings()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the settings")
+    if with_config:
+        parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the settings")
     parser.add_argument(
         "overrides",
         nargs="*",
