@@ -87,7 +87,12 @@ def read_inputs(config: Config) -> Inputs:
     system = system_prompt(config.rollout.system_prompt) if config.rollout.system_prompt else None
 
     def scenarios(path: Path) -> tuple[list[Scenario], int]:
-        rows = read_scenarios(path, need_reference=need_reference, user=config.rollout.user.kind)
+        rows = read_scenarios(
+            path,
+            need_reference=need_reference,
+            user=config.rollout.user.kind,
+            tell=lambda text: say(f"note: {text}"),
+        )
         if system is not None:
             if own := sum(len(row.system) for row in rows):
                 say(f"note: {path}: rollout.system_prompt takes the place of the system messages of {own} prompts")

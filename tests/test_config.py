@@ -329,6 +329,13 @@ def test_all_that_a_run_leaves_may_be_replaced_by_the_next(tmp_path):
     assert not [*folder.path.iterdir()]
 
 
+def test_the_start_of_a_run_tells_columns_that_nobody_reads(tmp_path, capsys):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x", "reference": "y", "author": "z"}\n' * 2)
+    check_inputs(load_config(QUICKSTART, [f"run.folder={tmp_path}", f"data.train={rows}", "data.validation=null"]))
+    assert f"note: {rows}: nothing reads the columns 'author'\n" in capsys.readouterr().out
+
+
 def test_a_date_where_text_belongs_is_that_text():
     assert load_config(QUICKSTART, ["run.name=2024-01-01"]).run.name == "2024-01-01"
 
