@@ -18,8 +18,8 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class BudgetSettings(Section):
-    """Training stops after the step that used up any of these, or the next where that was sampled already, and saves
-    the model.
+    """Training stops, and the model is saved, after the step in which any limit is reached; with overlap: one_step, the
+    batch that was sampled ahead is trained on first.
     """
 
     user_tokens: int | None = Field(

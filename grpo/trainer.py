@@ -252,7 +252,8 @@ class Trainer:
         """
         totals = [[reward.total for reward in group.rewards_G] for group in groups]
         rewards_PG, valid_PG = tables(groups, totals, self.ranks)
-        signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
+        # Judged on rewards without the KL term: tiny KL differences alone are not signal.
+        signal_P = has_signal(rewards_PG, valid_PG)
         own_kl, mean_kl = [None] * len(groups), None
         if self.config.loss.kl_in_reward:
             own_kl, mean_kl = self.updater.reply_kl(groups)

@@ -33,7 +33,7 @@ from rollout.settings import TrainOn
 class Tally:
     """Sums over response tokens, added up over micro-batches and ranks, divided once at the end.
 
-    Of the tokens that went through the policy: without KL and entropy terms, replies without advantage do not.
+    Counts forwarded tokens only; with no KL and no entropy term, zero-advantage replies are not forwarded.
     """
 
     def __init__(self) -> None:
@@ -103,8 +103,8 @@ class Updater:
     ) -> dict[str, float]:
         """One pass over this rank's groups of a step of `num_prompts` prompts; metrics of the step. Collective.
 
-        Replies that older weights sampled (not `on_policy`) differ by more than rounding, and how much is what the
-        correction is for: only a gap that is no number stops the run then.
+        With on_policy=False the sampler used older weights: a log-prob gap is expected and loss.correction handles it, so
+        only a NaN gap stops the run.
         """
         max_gap = self.max_gap if on_policy else math.inf
         mini_batches = [
@@ -159,7 +159,7 @@ class Updater:
         num_tokens = sum(sample.num_tokens for samples in samples_P for sample in samples)
         kl, tokens = self.ranks.total([sum(sums), num_tokens])
         if not math.isfinite(kl):  # on all ranks alike
-            raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
+            raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes NaN or infinity")
         return kl_PG, kl / max(tokens, 1)
 
     def _sequences(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> list[TrainSequence]:

@@ -234,5 +234,5 @@ def spare_rows(step: int, num_scenarios: int, rows: Sequence[int], seed: int) ->
 
 
 def sample_seed(run_seed: int, step: int, scenario: int, sample: int, turn: int) -> int:
-    """Seed of one sampled message: a function of what it is, not of who samples it or beside what."""
+    """Seed of one sampled message; independent of the rank and of the rest of the batch."""
     return random.Random(f"sample/{run_seed}/{step}/{scenario}/{sample}/{turn}").getrandbits(31)
