@@ -15,7 +15,7 @@ GENERATION_CONFIG = "generation_config.json"
 class ModelWriter:
     """Writes whole models, with the tokenizer, chat template and generation config of the folder they began with.
 
-    Those are read once, at the start: what becomes of that folder during a run costs no trained weights.
+    Those are read at the start, so saving still works if that folder changes or disappears during the run.
     """
 
     def __init__(self, policy: Policy, source: Path):

@@ -29,7 +29,7 @@ def push_weights(weights: Weights, engine: Engine) -> None:
     if known < len(sent) / 2:  # experts and the like are not told apart, but most must be
         raise RuntimeError(
             f"the {engine.name} engine knows {known} of the {len(sent)} weights that were pushed by their names, such "
-            f"as {next(iter(sent))}, so nobody can tell what it samples from; try engine.kind=transformers"
+            f"as {next(iter(sent))}, so the weights it samples from cannot be checked; try engine.kind=transformers"
         )
     stale = [
         names

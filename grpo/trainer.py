@@ -249,7 +249,8 @@ class Trainer:
         Collective.
         """
         rewards_PG, valid_PG = reward_tables(groups)
-        signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
+        # Judged on rewards without the KL term: tiny KL differences alone are not signal.
+        signal_P = has_signal(rewards_PG, valid_PG)
         kl_PG, mean_kl = [None] * len(groups), None
         if self.config.loss.kl_in_reward:
             kl_PG, mean_kl = self.updater.reply_kl(groups)

@@ -36,7 +36,7 @@ def read_articles(path: Path) -> list[dict[str, str]]:
             continue
         try:
             article = json.loads(line)
-            json.dumps(article, ensure_ascii=False).encode("utf-8")  # half a character, escaped, is no text
+            json.dumps(article, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair is not UTF-8
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, row {row}: not valid JSON ({error})") from error
         for key in ("title", "text"):

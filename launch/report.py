@@ -35,7 +35,7 @@ def summarize(run: Path) -> dict[str, Any]:
     try:
         rewards = [step["reward/mean"] for step in steps if step["reward/mean"] is not None]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{run}/metrics.jsonl is not of a run of ours: it has no {error}") from error
+        raise ValueError(f"{run}/metrics.jsonl was not written by this project: it has no {error}") from error
     held_out = compare_evaluations(run)
     totals = json.loads((run / "totals.json").read_text()) if (run / "totals.json").exists() else {}
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))

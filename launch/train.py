@@ -102,7 +102,12 @@ def read_inputs(config: Config) -> Inputs:
     system = system_prompt(config.rollout.system_prompt) if config.rollout.system_prompt else None
 
     def scenarios(path: Path) -> tuple[list[Scenario], int]:
-        rows = read_scenarios(path, need_reference=need_reference, user=config.rollout.user.kind)
+        rows = read_scenarios(
+            path,
+            need_reference=need_reference,
+            user=config.rollout.user.kind,
+            tell=lambda text: say(f"note: {text}"),
+        )
         if system is not None:
             if own := sum(len(row.system) for row in rows):
                 say(f"note: {path}: rollout.system_prompt takes the place of the system messages of {own} prompts")
@@ -214,15 +219,16 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def settings_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Takes `--config FILE` and the `overrides` that `load_config` applies; its help lists every setting."""
+def settings_parser(prog: str, description: str, *, with_config: bool = True) -> argparse.ArgumentParser:
+    """Takes `--config FILE` (`with_config`) and the `overrides` that `load_config` applies; its help lists every setting."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
         epilog="settings (key, default, unit and meaning):\n" + "\n".join(describe_settings()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the settings")
+    if with_config:
+        parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the settings")
     parser.add_argument(
         "overrides",
         nargs="*",

@@ -168,7 +168,7 @@ async def score_batch(scorer: Scorer, conversations: Sequence[Conversation]) -> 
 
 
 def first_different(failures: Sequence[str]) -> list[str]:
-    """What a message tells of them."""
+    """The first few distinct failures."""
     return [*dict.fromkeys(failures)][:FAILURES_TOLD]
 
 

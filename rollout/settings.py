@@ -8,9 +8,11 @@ one; `python -m launch.train --help` prints them all.
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -41,11 +43,12 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _a_switch_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML's true would pass for 1."""
+        """YAML's true would pass for 1, in lists and mappings too."""
         annotation = cls.model_fields[info.field_name].annotation
-        if isinstance(value, bool) and annotation is not bool:
+        if _holds_switch(value) and not _takes_switch(annotation, within=not isinstance(value, bool)):
             raise ValueError(
-                f"{str(value).lower()} will not do: this is no switch (YAML reads on, off, yes, no as one)"
+                f"{without_password(as_written(value))} will not do: this is not a true/false setting (YAML reads on, off, "
+                "yes and no as true or false); write a number, or a text in quotes"
             )
         return value
 
@@ -62,6 +65,35 @@ def near_name(name: str, known: Iterable[str]) -> str:
     """The hint of an error: "; did you mean ...?" where one of `known` is like `name`, else nothing."""
     found = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.5)
     return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _holds_switch(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, bool) or any(map(_holds_switch, inner))
+
+
+def _takes_switch(annotation: Any, *, within: bool) -> bool:
+    """Whether a switch fits the type, or may fit `within` what it holds; a section looks at its own settings."""
+    section = isinstance(annotation, type) and issubclass(annotation, Section)
+    inner = get_args(annotation) if within or isinstance(annotation, UnionType) else ()
+    return annotation in (bool, Any) or (within and section) or any(_takes_switch(a, within=within) for a in inner)
+
+
+def as_written(value: Any) -> str:
+    """`value` as one would write it in YAML, in a line.
+
+    >>> as_written({"clamp": [None, True, "yes", 0.5]})
+    "{clamp: [null, true, 'yes', 0.5]}"
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {as_written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_written, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    return repr(str(value) if isinstance(value, Path) else value)
 
 
 class DataSettings(Section):
@@ -247,7 +279,7 @@ class UserSettings(Section):
     @classmethod
     def _a_name_or_a_file(cls, value: Any) -> Any:
         if not isinstance(value, str | Path) or not str(value):
-            raise ValueError(f"{value!r} is neither a user ({', '.join(get_args(UserVariant))}) nor a text file")
+            raise ValueError(f"{as_written(value)} is neither a user ({', '.join(get_args(UserVariant))}) nor a text file")
         if "://" in str(value):
             raise ValueError(
                 f"{without_password(str(value))!r} is no text file; an address goes into endpoint.base_url"
