@@ -102,6 +102,7 @@ def trace_rows(
                     "ended": talk.ended,
                     "farewell": talk.farewell,
                     "reply_tokens": [len(reply.token_ids) for reply in talk.replies],
+                    "thoughts": [reply.thought for reply in talk.replies],
                     "first_reply_cut": talk.first_reply_cut,
                     "user_reference_overlap": reference_overlap(talk),
                     "score": {

@@ -43,7 +43,7 @@ def greedy_reply(folder, messages, max_tokens=12):
     request = SampleRequest(tuple(chat.prompt_ids(messages)), max_tokens, 0.0, 1)
     sampled = asyncio.run(engine.sample(request))
     engine.close()
-    return chat.text(sampled.token_ids)
+    return chat.read(sampled.token_ids)[1]
 
 
 def user(text):
