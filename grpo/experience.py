@@ -145,6 +145,7 @@ def trace_rows(
                     "farewell": talk.farewell,
                     "prompt_tokens": len(talk.first_reply.prompt_ids) if talk.replies else None,
                     "reply_tokens": [len(reply.token_ids) for reply in talk.replies],
+                    "thoughts": [reply.thought for reply in talk.replies],
                     "first_reply_cut": talk.first_reply_cut,
                     "user_reference_overlap": reference_overlap(talk),
                     "score": {

@@ -31,7 +31,9 @@ from grpo.lean import keep_less
 from grpo.logprobs import LogprobModel
 from grpo.packing import PackedBatch
 from grpo.ranks import Ranks
+from rollout.model_folder import read_model
 from rollout.settings import near_name
+from rollout.weight_names import stored_together, stored_weights
 
 BUCKET_BYTES = 256 * 1024**2
 """Most weights that are whole at once while a sharded model is gathered."""
@@ -149,19 +151,26 @@ class Policy:
             self.engine.zero_grad()
         return norm
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(checkpoint name, whole tensor) of every parameter, gathered in bounded buckets.
+    def weights(self, *, stored: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, whole tensor) of all that a checkpoint holds, parameters gathered in bounded buckets; `stored`: as the
+        model's files name and divide them (`rollout.weight_names`).
 
         A tied head comes under both of its names, since some engines keep a copy of it. Collective: every
         rank must exhaust it.
         """
         head = _head_name(self.causal_lm) if self.tied else None
-        for bucket in _buckets(list(self.causal_lm.named_parameters())):
+        embeddings = self.causal_lm.get_input_embeddings().weight
+        parameters = dict(self.causal_lm.named_parameters())
+        units = stored_together(self.causal_lm, parameters) if stored else [[name] for name in parameters]
+        for bucket in _buckets([[(name, parameters[name]) for name in unit] for unit in units]):
             with self._whole([parameter for _, parameter in bucket]):
-                for name, parameter in bucket:
-                    yield name, parameter.detach()
-                    if head and parameter is self.causal_lm.get_input_embeddings().weight:
-                        yield head, parameter.detach()
+                whole = {name: parameter.detach() for name, parameter in bucket}
+                if head and any(parameter is embeddings for _, parameter in bucket):
+                    whole[head] = embeddings.detach()
+                yield from (stored_weights(self.causal_lm, whole) if stored else whole).items()
+        every = {name for name, _ in self.causal_lm.named_parameters(remove_duplicate=False)}
+        rest = {name: buffer for name, buffer in self.causal_lm.state_dict().items() if name not in every}
+        yield from (stored_weights(self.causal_lm, rest) if stored else rest).items()
 
     def _whole(self, parameters: list[torch.nn.Parameter]):
         if self.engine.zero_optimization_stage() < 3:
@@ -253,7 +262,9 @@ def _load(
         attn_implementation=attention.implementation,
     )
     causal_lm.generation_config = GenerationConfig()  # nothing generates with it, and it need not be fit to be saved
-    del sharding
+    if sharding:  # transformers then keeps all conversions for saving, not those alone that this checkpoint needed
+        del sharding
+        causal_lm._weight_conversions = read_model(model.path).model._weight_conversions
     return causal_lm, attention
 
 
@@ -287,16 +298,17 @@ def _head_name(causal_lm: torch.nn.Module) -> str:
 
 
 def _buckets(
-    parameters: list[tuple[str, torch.nn.Parameter]], limit: int = BUCKET_BYTES
+    units: list[list[tuple[str, torch.nn.Parameter]]], limit: int = BUCKET_BYTES
 ) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
+    """The parameters of whole units."""
     bucket: list[tuple[str, torch.nn.Parameter]] = []
     size = 0
-    for name, parameter in parameters:
-        num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
+    for unit in units:
+        num_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for _, p in unit)
         if bucket and size + num_bytes > limit:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, parameter))
+        bucket += unit
         size += num_bytes
     if bucket:
         yield bucket

@@ -32,7 +32,7 @@ class Sample:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(reply.token_ids) for reply in self.replies)
+        return sum(len(reply.token_ids) - reply.num_untrained for reply in self.replies)
 
 
 def valid_samples(group: Group, train_on: TrainOn, advantages_G: Sequence[float] | None = None) -> list[Sample]:
@@ -59,6 +59,7 @@ def train_sequences(samples_P: Sequence[Sequence[Sample]], weights_S: Sequence[f
             _sequence(chain, number, sample.advantage, weight)
             for sample, (number, weight) in zip(samples, numbered, strict=False)  # takes one for each sample
             for chain in _chains(sample.replies)
+            if any(len(reply.token_ids) > reply.num_untrained for reply in chain)  # else it is all an untrained thought
         ]
         sequences += _with_shared_prompt(siblings)
     return sequences
@@ -95,7 +96,9 @@ def _chains(replies: Sequence[Reply]) -> list[list[Reply]]:
 def _sequence(chain: Sequence[Reply], number: int, advantage: float, weight: float) -> TrainSequence:
     prompt_ids, ids = chain[0].prompt_ids, chain[-1].ids
     start = len(prompt_ids)
-    sampled = {index for reply in chain for index in range(len(reply.prompt_ids), len(reply.ids))}
-    context = frozenset(index - start for index in range(start, len(ids)) if index not in sampled)
-    logprobs = tuple(logprob for reply in chain for logprob in reply.logprobs)
+    trained = {
+        index for reply in chain for index in range(len(reply.prompt_ids) + reply.num_untrained, len(reply.ids))
+    }
+    context = frozenset(index - start for index in range(start, len(ids)) if index not in trained)
+    logprobs = tuple(logprob for reply in chain for logprob in reply.logprobs[reply.num_untrained :])
     return TrainSequence(prompt_ids, ids[start:], logprobs, number, advantage, weight, context)

@@ -165,7 +165,7 @@ class Trainer:
         return next(filter(None, self.ranks.gather(used_up(self.config.run.budget, self.totals, hours))), None)
 
     def push_weights(self) -> None:
-        push_weights(self.parts.policy.weights(), self.engine)
+        push_weights(self.parts.policy.weights(stored=self.engine.takes_stored), self.engine)
         self.collector.weight_version += 1
 
     def _progress_bar(self) -> tqdm:

@@ -15,7 +15,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,9 @@ from launch.terminal import drop_output, printable
 from rollout.chat import Chat
 from rollout.cores import mind_neighbours
 from rollout.gpus import check_seen
-from rollout.types import Message
+from rollout.model_folder import read_model
+from rollout.thoughts import may_open, never_ends
+from rollout.types import Message, Reply
 
 COMMANDS = """\
 /reset               forget the conversation
@@ -74,15 +76,21 @@ class Model:
 
 
 def pieces(chat: Chat, token_ids: Iterable[int]) -> Iterator[str]:
-    """The text that each token of a reply adds: nothing, where it ends within a character."""
+    """What each token of a reply adds to what it says: nothing, where it ends within a character or a thought."""
     so_far: list[int] = []
     given = ""
     for token in token_ids:
         so_far.append(token)
-        text = chat.tokenizer.decode(so_far, skip_special_tokens=True).lstrip()
-        whole = given if text.endswith("\ufffd") else text
+        _, said = chat.read(so_far)
+        whole = given if said.endswith("\ufffd") or may_open(said) else said
         yield whole[len(given) :]
         given = whole
+
+
+def _kept(token_ids: Iterable[int], seen: list[int]) -> Iterator[int]:
+    for token in token_ids:
+        seen.append(token)
+        yield token
 
 
 class Session:
@@ -94,42 +102,50 @@ class Session:
         self._chat = chat
         self._temperature = temperature
         self._max_reply_tokens = max_reply_tokens
-        self._exchanges: list[tuple[Message, Message]] = []
+        self._exchanges: list[tuple[Message, Reply]] = []
         self._set_system(system)
 
     @property
     def messages(self) -> list[Message]:
-        said = [message for exchange in self._exchanges for message in exchange]
+        return self._messages(lambda reply: {"role": "assistant", "content": reply.text})
+
+    def _messages(self, message_of: Callable[[Reply], Message]) -> list[Message]:
+        said = [message for question, reply in self._exchanges for message in (question, message_of(reply))]
         return [{"role": "system", "content": self.system}, *said] if self.system else said
 
     def say(self, text: str) -> None:
         """Writes the reply to standard output as it comes, and remembers it. Ctrl-C ends it where it is."""
         question = {"role": "user", "content": text}
-        prompt_ids = self._chat.prompt_ids([*self.messages, question])
+        prompt_ids = self._chat.prompt_ids([*self._messages(self._chat.as_sampled), question])
         context = self._model.max_context_tokens
         room = context - len(prompt_ids)
         if room < 1:
             tell(f"[not asked: the context of {context} tokens is full; /undo or /reset makes room]")
             return
         limit = min(room, self._max_reply_tokens)
-        reply, num_tokens, stopped = "", 0, False
+        token_ids: list[int] = []
+        shown, stopped = "", False
         try:
-            for piece in pieces(self._chat, self._model.stream(prompt_ids, limit, self._temperature)):
-                reply += piece
-                num_tokens += 1
+            for piece in pieces(self._chat, _kept(self._model.stream(prompt_ids, limit, self._temperature), token_ids)):
+                shown += piece
                 print(printable(piece), end="", flush=True)
         except KeyboardInterrupt:
             stopped = True
-        print(flush=True)
-        if stopped and not reply:
+        thought, said = self._chat.read(token_ids)
+        said = said.rstrip("\ufffd")
+        print(printable(said[len(shown) :]), flush=True)  # what might have been half a mark, and was none
+        if stopped and not said:
             tell("[stopped before the first word; your message is forgotten]")
             return
-        self._exchanges.append((question, {"role": "assistant", "content": reply.strip()}))
+        if never_ends(thought):
+            tell(f"[it thought for {len(token_ids)} tokens and said nothing; your message is forgotten]")
+            return
+        self._exchanges.append((question, Reply(tuple(prompt_ids), tuple(token_ids), (), said, "stop", thought)))
         if stopped:
             tell("[stopped]")
-        elif num_tokens == room:
+        elif len(token_ids) == room:
             tell(f"[cut: the context of {context} tokens is full; /undo or /reset makes room]")
-        elif num_tokens == limit:
+        elif len(token_ids) == limit:
             tell(f"[cut at {limit} tokens, the limit that --max-reply-tokens sets]")
 
     def obey(self, line: str) -> bool:
@@ -234,6 +250,8 @@ def start(options: argparse.Namespace) -> Session:
     """Raises ValueError where the model or the system prompt will not do."""
     try:
         chat = Chat.load(options.model)
+        folder = read_model(options.model)
+        chat.fit_embeddings(folder.num_embeddings, options.model)
     except ValueError as error:  # the trainer's word for it is model.path
         raise ValueError(str(error).replace("model.path", "--model", 1)) from error
     if options.system is None:
@@ -243,6 +261,7 @@ def start(options: argparse.Namespace) -> Session:
     tell("loading the model ...")
     model = Model(options.model, chat.stop_ids)
     session = Session(model, chat, system, temperature=options.temperature, max_reply_tokens=options.max_reply_tokens)
+    tell(f"replies end with: {chat.ends_note}")
     tell(f"system prompt{origin}: {system or 'none'}")
     return session
 

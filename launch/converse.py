@@ -36,6 +36,7 @@ from launch.train import Inputs, build_rollout, build_scorer, fail, read_inputs,
 from rewards.scoring import ReplyReward, Scorer
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.types import Conversation, Scenario, Score
+from rollout.weight_names import stored_weights
 
 STEP = 0
 """Of the trace rows, and of the seeds of training prompts: before the first step."""
@@ -63,7 +64,7 @@ def converse(
     rollout = build_rollout(config, inputs, device)
     if config.engine.kind == "remote":  # its server holds what was pushed last
         model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=getattr(torch, config.model.dtype))
-        push_weights(iter(model.state_dict().items()), rollout.engine.engine)
+        push_weights(iter(stored_weights(model, model.state_dict()).items()), rollout.engine.engine)
     groups: list[Group] = []
 
     def show(group: Group) -> None:
@@ -114,7 +115,9 @@ def describe(group: Group, weights: dict[str, float]) -> Iterator[str]:
         title = message["role"]
         if number >= talk.num_prompt_messages and title == "assistant":
             reply = next(replies)
-            title += f", {len(reply.token_ids)} tokens" + (", cut" if reply.finish_reason == "length" else "")
+            title += f", {len(reply.token_ids)} tokens" + (", cut" if reply.cut else "")
+            if reply.thought:
+                yield from _block("assistant's thought, not said", reply.thought.strip())
         yield from _block(title, message["content"])
     if talk.farewell is not None:
         yield from _block("user's goodbye, not judged", talk.farewell)

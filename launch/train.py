@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -33,13 +33,14 @@ from grpo.stopping import Stop
 from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rollout import engine_vllm
-from rollout.chat import Chat, check_context
+from rollout.chat import Chat
 from rollout.conversation import Rollout, User
 from rollout.cores import mind_neighbours
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
 from rollout.engine import SharedEngine, build_engine, choose_engine
 from rollout.gpus import GPUFault, check_seen
 from rollout.llm_client import LLMClient
+from rollout.model_folder import ModelFolder, check_trainable, read_model
 from rollout.policy_server import check_server
 from rollout.prompting import system_prompt
 from rollout.role_check import SAMPLE_REPLY, check_role
@@ -91,7 +92,15 @@ def read_inputs(config: Config) -> Inputs:
             "(and engine.gpu_memory_utilization to what the update leaves), or rollout.overlap=none"
         )
     chat = Chat.load(config.model.path)
-    check_context(config.model.path, config.engine.max_context_tokens)
+    folder = read_model(config.model.path)
+    check_trainable(folder, config.engine.max_context_tokens)
+    if engine == "vllm" and not torch.cuda.is_available() and folder.special_layers:
+        raise ValueError(
+            f"engine.kind: vLLM on a CPU cannot follow the training of {folder.special_layers}, which "
+            f"{config.model.path} has; set engine.kind=transformers"
+        )
+    for note in model_notes(folder, chat, config.rollout.train_thoughts):
+        say(note)
     if engine == "remote" and is_main():
         check_server(config.engine, config.model.path, config.model.dtype)
     if engine == "vllm" and config.engine.extra:
@@ -143,6 +152,25 @@ def read_inputs(config: Config) -> Inputs:
     if config.rollout.train_on == "all_replies":
         say(f"trained: all replies, {chat.history_note}")
     return Inputs(chat, train, validation, clients, user, judge, total_steps)
+
+
+def model_notes(folder: ModelFolder, chat: Chat, train_thoughts: bool) -> Iterator[str]:
+    """What a person should know about a model and its template. Raises ValueError where they do not go together."""
+    yield f"replies end with: {chat.ends_note}"
+    if beyond := chat.fit_embeddings(folder.num_embeddings, folder.path):
+        size = folder.num_embeddings
+        yield f"note: the tokenizer has {beyond} beyond the model's {size} embeddings; nobody is let say it"
+    if folder.unused:
+        yield (
+            f"note: {folder.path} holds {len(folder.unused)} weights that its model has no place for, such as "
+            f"{folder.unused[0]}; a trained model is saved without them"
+        )
+    if chat.thought_opening:
+        trained = "trained with the rest" if train_thoughts else "not trained"
+        yield (
+            f"note: the chat template opens each reply with a thought ({chat.thought_opening.strip()}), which nobody "
+            f"but the policy reads and no reward counts; it is {trained} (rollout.train_thoughts)"
+        )
 
 
 def check_roles(clients: Mapping[str, LLMClient], user: User, judge: Judge | None, scenario: Scenario) -> None:

@@ -76,7 +76,7 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
         value = min(value, 0.5)
     if asked and sum(len(_words(sentence)) for sentence in sentences[asked[-1] + 1 :]) > MAX_WORDS_AFTER:
         value *= 0.5
-    if reply.finish_reason == "length":
+    if reply.cut:
         value *= UNFINISHED
     return value, {"questions": len(asked), "worded": len(worded), "on_topic": on_topic}
 

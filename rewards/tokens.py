@@ -9,7 +9,8 @@ from rollout.types import Conversation
 
 
 def token_amount(conversation: Conversation, num_tokens: Callable[[str], int], settings: TokenAmountSettings) -> float:
-    """`tokens`: thousands of tokens of the assistant's messages after the prompt, no special tokens.
+    """`tokens`: thousands of tokens of the assistant's messages after the prompt, no special tokens. They hold what
+    was said: a thought before it takes nobody's time but the machine's, and `max_reply_tokens` bounds that.
 
     `words`: whitespace-separated words of all messages after the prompt, unscaled, as the upstream
     recipe counts.

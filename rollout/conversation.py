@@ -68,6 +68,12 @@ class _Talk:
     def messages(self) -> tuple[Message, ...]:
         return (*self.prompt, *self.new_messages)
 
+    def as_sampled(self, chat: Chat) -> list[Message]:
+        """The messages as the chat template is given them: replies with their thoughts."""
+        replies = iter(self.replies)
+        new = (chat.as_sampled(next(replies)) if m["role"] == "assistant" else m for m in self.new_messages)
+        return [*self.prompt, *new]
+
     @property
     def num_user_turns(self) -> int:
         return len(self.new_messages) - len(self.replies)
@@ -161,7 +167,7 @@ class Rollout:
                 f"{talk.scenario.scenario_id}: the prompt fills the whole context; raise engine.max_context_tokens"
             )
         talk.add(first)
-        if first.finish_reason == "length":
+        if first.cut:
             return talk.ended("length")
         return talk.ended("turn_limit") if plan.continuations == 0 else None
 
@@ -181,13 +187,13 @@ class Rollout:
                 return talk.ended("turn_limit")
             number = (talk.continuation + 1) * 1000 + len(talk.replies)
             seed = sample_seed(plan.run_seed, plan.step, talk.scenario.row, talk.sample, turn=number)
-            prompt_ids = self.chat.next_prompt_ids(talk.messages, talk.replies[-1], said)
+            prompt_ids = self.chat.next_prompt_ids(talk.as_sampled(self.chat), talk.replies[-1], said)
             reply = await self._reply(prompt_ids, self.settings.later_reply_tokens, plan.temperature, seed)
             if reply is None:
                 return talk.ended("context_full")
             talk.new_messages.append(said)
             talk.add(reply)
-            if reply.finish_reason == "length":
+            if reply.cut:
                 return talk.ended("length")
         return talk.ended("turn_limit")
 
@@ -206,5 +212,10 @@ class Rollout:
             return None
         request = SampleRequest(tuple(prompt_ids), min(max_tokens, room), temperature, seed)
         sampled = await self.engine.sample(request)
-        text = self.chat.text(sampled.token_ids)
-        return Reply(request.prompt_ids, sampled.token_ids, sampled.logprobs, text, sampled.finish_reason)
+        thought, text = self.chat.read(sampled.token_ids)
+        untrained = 0
+        if thought and not self.settings.train_thoughts:
+            untrained = self.chat.num_thought_tokens(sampled.token_ids, thought)
+        return Reply(
+            request.prompt_ids, sampled.token_ids, sampled.logprobs, text, sampled.finish_reason, thought, untrained
+        )

@@ -155,13 +155,31 @@ def _messages(where: str, prompt: Any) -> tuple[Message, ...]:
     for number, message in enumerate(prompt):
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise ValueError(f"{where}: message {number} of 'prompt' needs a role of {', '.join(ROLES)}")
-        if not isinstance(message.get("content"), str) or not message["content"].strip():
+        if not _content(f"{where}: message {number} of 'prompt'", message.get("content")).strip():
             raise ValueError(f"{where}: message {number} of 'prompt' has no content")
         if message["role"] == "system" and number > 0:
             raise ValueError(f"{where}: message {number} of 'prompt' is a system message; only the first may be")
     if prompt[-1]["role"] != "user":
         raise ValueError(f"{where}: 'prompt' ends with {prompt[-1]['role']!r}; it must end with the user's message")
-    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+    return tuple({"role": message["role"], "content": _content(where, message["content"])} for message in prompt)
+
+
+def _content(where: str, content: Any) -> str:
+    """Text, or the text of content parts (`[{"type": "text", "text": …}]`) line by line; "" where there is nothing.
+
+    Raises ValueError for other parts.
+    """
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else ""
+    for part in content:
+        if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
+            continue
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        raise ValueError(
+            f'{where} has a part of type {kind!r} in its content; only text can be trained on: {{"type": "text", '
+            '"text": ...}, or the text alone'
+        )
+    return "\n".join(part["text"] for part in content)
 
 
 def with_system_prompt(scenarios: Sequence[Scenario], text: str) -> list[Scenario]:

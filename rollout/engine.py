@@ -23,7 +23,7 @@ from rollout.cores import leave_cores
 from rollout.settings import EngineSettings, without_password
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-"""(name in the Hugging Face checkpoint, whole tensor); every engine consumes it to the end."""
+"""(name, whole tensor), named as `Engine.takes_stored` says; every engine consumes it to the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,8 @@ class Sampled:
 
 class Engine(Protocol):
     name: str
+    takes_stored: bool
+    """Whether it knows weights by their names in the model's files, or by those of transformers' model in memory."""
     max_context_tokens: int
 
     def enter_thread(self) -> None:
@@ -64,8 +66,9 @@ class Engine(Protocol):
     def push_weights(self, weights: Weights) -> None:
         """Loads new weights, drops every cache and, where it slept, wakes."""
 
-    def fingerprint(self) -> list[tuple[tuple[str, ...], float]]:
-        """(checkpoint names, `weight_mark`) of what it computes with; a fused weight has several names."""
+    def fingerprint(self) -> list[tuple[tuple[str, ...], float | None]]:
+        """(names, `weight_mark`) of what it computes with; a fused weight has several names, and one whose layout is a
+        kernel's own has no mark."""
 
     def sleep(self) -> None:
         """Frees device memory until the next push; nothing happens where there is none to free."""
@@ -79,7 +82,7 @@ def weight_mark(tensor: torch.Tensor) -> float:
     The first column, because it is what a linear layer answers to the unit vector (1, 0, 0, …): so an
     engine that keeps its matrices packed in a kernel's own layout can be asked for it, exactly.
     """
-    return (tensor if tensor.ndim == 1 else tensor.flatten(1)[:, 0]).double().sum().item()
+    return (tensor if tensor.ndim < 2 else tensor.flatten(1)[:, 0]).double().sum().item()
 
 
 def choose_engine(settings: EngineSettings) -> tuple[Literal["vllm", "transformers", "remote"], str]:

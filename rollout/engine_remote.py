@@ -34,6 +34,7 @@ class RemoteEngine:
     """Ranks may share a server; the first of them writes and pushes what all of them gather."""
 
     name = "remote"
+    takes_stored = True
 
     def __init__(self, settings: EngineSettings, stop_ids: tuple[int, ...]):
         """The server has the model, and devices of its own."""
@@ -75,6 +76,7 @@ class RemoteEngine:
             "temperature": request.temperature,
             "seed": request.seed,
             "stop_token_ids": self.stop_ids,
+            "ignore_eos": True,  # the server's own, which it reads from its model's folder
             "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,  # their text is not needed
@@ -124,7 +126,7 @@ class RemoteEngine:
         finally:
             shutil.rmtree(folder)
 
-    def fingerprint(self) -> list[tuple[tuple[str, ...], float]]:
+    def fingerprint(self) -> list[tuple[tuple[str, ...], float | None]]:
         (marks,) = self._server.call_workers("weight_marks")
         return [(tuple(names), mark) for names, mark in marks]
 

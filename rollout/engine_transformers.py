@@ -18,6 +18,7 @@ from rollout.streams import EngineStream
 
 class TransformersEngine:
     name = "transformers"
+    takes_stored = False
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class TransformersEngine:
             if len(keep) < len(live):
                 live = [live[row] for row in keep]
                 keep_B = torch.tensor(keep, dtype=torch.long, device=self.device)
-                cache.batch_select_indices(keep_B)
+                cache.reorder_cache(keep_B)  # all kinds of layers know this one, recurrent ones too
                 next_B, mask_BL, positions_BL = next_B[keep_B], mask_BL[keep_B], positions_BL[keep_B]
             ids_BL = next_B[:, None]
             mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(live), 1)], dim=1)

@@ -26,6 +26,7 @@ class VLLMEngine:
     """
 
     name = "vllm"
+    takes_stored = True
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class VLLMEngine:
             seed=request.seed,
             logprobs=0,  # of the sampled token alone
             stop_token_ids=self.stop_ids,
+            ignore_eos=True,  # else it would stop where the generation config says so too
             flat_logprobs=True,  # numbers instead of an object a token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,  # else every step copies every reply so far
@@ -98,7 +100,7 @@ class VLLMEngine:
             if asleep:
                 self._llm.wake_up(tags=["kv_cache"])
 
-    def fingerprint(self) -> list[tuple[tuple[str, ...], float]]:
+    def fingerprint(self) -> list[tuple[tuple[str, ...], float | None]]:
         return self._llm.apply_model(_fingerprint)[0]
 
     def sleep(self) -> None:
@@ -203,25 +205,48 @@ def _cpu_arguments(settings: EngineSettings) -> dict[str, object]:
 
 
 @torch.inference_mode()
-def _fingerprint(model: torch.nn.Module) -> list[tuple[tuple[str, ...], float]]:
-    """Marks of all matrices and vectors.
+def _fingerprint(model: torch.nn.Module) -> list[tuple[tuple[str, ...], float | None]]:
+    """Marks of all matrices and vectors, and of experts.
 
     The CPU backend computes with a packed copy of each matrix, which a tied head keeps when its visible
     weight changes: there the kernel itself is asked too.
     """
     fused = getattr(model, "packed_modules_mapping", {})
-    marks = []
+    marks = _experts_marks(model)
     for module_name, module in model.named_modules():
         parent, _, leaf = module_name.rpartition(".")
         for name, parameter in module.named_parameters(recurse=False):
             names = tuple(".".join(filter(None, (parent, part, name))) for part in fused.get(leaf, [leaf]))
-            if parameter.ndim in (1, 2) and parameter.numel():  # stacked experts are not told apart
+            if parameter.ndim in (1, 2) and parameter.numel():
                 marks.append((names, weight_mark(parameter)))
             if name == "weight" and hasattr(module, "cpu_linear"):
                 size = getattr(module, "input_size_per_partition", None) or module.embedding_dim
                 unit = torch.zeros(1, size, dtype=parameter.dtype)
                 unit[0, 0] = 1
                 marks.append((names, weight_mark(module.quant_method.apply(module, unit, bias=None)[0])))
+    return marks
+
+
+def _experts_marks(model: torch.nn.Module) -> list[tuple[tuple[str, ...], float | None]]:
+    """Marks of experts, which vLLM stacks: as (expert, row, column) for its Triton kernels, in layouts of their own
+    for others. On a CPU they are packed as the model loads, but not when weights are pushed: no number is right there.
+    """
+    marks: list[tuple[tuple[str, ...], float | None]] = []
+    for module_name, module in model.named_modules():
+        if not hasattr(module, "get_expert_mapping") or not hasattr(module, "w13_weight"):
+            continue
+        prefix = module_name.removesuffix("experts.routed_experts")
+        backend = getattr(module.quant_method, "unquantized_backend", None)
+        parts: dict[tuple[str, int], list[str]] = {}
+        for stacked, stored, expert, _ in module.get_expert_mapping():
+            parts.setdefault((stacked.rpartition(".")[2] + "weight", expert), []).append(f"{prefix}{stored}weight")
+        for (name, expert), names in parts.items():
+            mark = None
+            if module.w13_weight.device.type == "cpu":
+                mark = float("nan")
+            elif backend is not None and backend.name.endswith("TRITON"):
+                mark = weight_mark(getattr(module, name)[expert])
+            marks.append((tuple(names), mark))
     return marks
 
 
@@ -236,7 +261,7 @@ def _sampled(output: RequestOutput) -> Sampled:
 class WorkerExtension:
     """What a server's worker answers to `rollout.engine_remote` (vLLM mixes it into its worker class)."""
 
-    def weight_marks(self) -> list[tuple[tuple[str, ...], float]]:
+    def weight_marks(self) -> list[tuple[tuple[str, ...], float | None]]:
         return _fingerprint(self.model_runner.get_model())
 
     def served(self, path: str) -> dict[str, object]:

@@ -313,6 +313,9 @@ class RolloutSettings(Section):
         "first_reply",
         description="what the reward trains: the first reply, or all of the one conversation (continuations: 1)",
     )
+    train_thoughts: bool = Field(
+        True, description="train what a reply thinks before it speaks (<think> … </think>) as well as what it says"
+    )
     temperature: float = Field(1.0, gt=0, description="sampling temperature of the policy")
     max_reply_tokens: int = Field(2048, ge=1, description="tokens; longest first reply")
     max_later_reply_tokens: int | None = Field(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Mapping
 
+from rollout.thoughts import never_ends
+
 Message = Mapping[str, str]
 """`{"role": "system" | "user" | "assistant", "content": text}`, as chat templates take it."""
 
@@ -12,8 +14,8 @@ Ending = Literal["user_satisfied", "turn_limit", "length", "context_full", "simu
 """Why a conversation ended.
 
 `user_satisfied`: the simulated user said its stop signal. `turn_limit`: the last allowed turn was
-taken. `length`: an assistant reply was cut by its token limit. `context_full`: there was no room
-left to generate at all. `simulator_failed`: the simulated user gave no usable answer.
+taken. `length`: an assistant reply was cut by its token limit, or never left its thought. `context_full`:
+there was no room left to generate at all. `simulator_failed`: the simulated user gave no usable answer.
 """
 
 
@@ -54,7 +56,17 @@ class Reply:
     logprobs: tuple[float, ...]
     """The sampler's log-prob of each sampled token, nats, of the tempered distribution."""
     text: str
+    """What is said: all of it, but for a thought before it."""
     finish_reason: Literal["stop", "length"]
+    thought: str = ""
+    """What was sampled before `text`, marks and blanks included (`rollout.thoughts`)."""
+    num_untrained: int = 0
+    """Leading tokens that are context to the others and nothing else: a thought that is not trained."""
+
+    @property
+    def cut(self) -> bool:
+        """Whether nobody could answer it: its token limit ended it, or it ended before its thought did."""
+        return self.finish_reason == "length" or never_ends(self.thought)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -100,8 +112,8 @@ class Conversation:
 
     @property
     def first_reply_cut(self) -> bool:
-        """Whether the first reply was cut by its token limit, so that nobody could answer it."""
-        return bool(self.replies) and self.first_reply.finish_reason == "length"
+        """Whether the first reply was cut, so that nobody could answer it."""
+        return bool(self.replies) and self.first_reply.cut
 
 
 @dataclass(frozen=True, slots=True)

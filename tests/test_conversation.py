@@ -240,7 +240,7 @@ def test_an_engine_that_fails_fails_every_conversation(parts):
 def test_token_ids_that_a_padded_vocabulary_adds_are_no_words(parts):
     chat, _ = parts
     beyond = len(chat.tokenizer) + 5
-    assert chat.text((*chat.tokenizer("bees hum", add_special_tokens=False)["input_ids"], beyond)) == "bees hum"
+    assert chat.read((*chat.tokenizer("bees hum", add_special_tokens=False)["input_ids"], beyond)) == ("", "bees hum")
 
 
 def test_no_user_can_forge_the_end_of_its_turn(parts):

@@ -276,3 +276,21 @@ def test_preparation_splits_in_order_and_refuses_duplicates(tmp_path):
         prepare(jsonl(tmp_path, *articles, {"title": "t9", "text": "text 0"}), 1, tmp_path / "out")
     with pytest.raises(ValueError, match="leaves a split empty"):
         prepare(jsonl(tmp_path, *articles), 3, tmp_path / "out")
+
+
+def test_content_parts_are_read_as_text_and_others_are_refused(tmp_path):
+    def prompt(*parts):
+        return jsonl(tmp_path, {"prompt": [{"role": "user", "content": list(parts)}], "reference": "Ho"})
+
+    (scenario,) = read_scenarios(
+        prompt({"type": "text", "text": "Hi"}, {"type": "text", "text": "you"}), need_reference=True
+    )
+    assert scenario.messages == ({"role": "user", "content": "Hi\nyou"},)
+    picture = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/bee.png"}}
+    with pytest.raises(ValueError, match=r"rows\.jsonl, row 0: message 0 of 'prompt' has a part of type 'image_url'"):
+        read_scenarios(prompt({"type": "text", "text": "Hi"}, picture), need_reference=True)
+    with pytest.raises(ValueError, match="has no content"):
+        read_scenarios(prompt({"type": "text", "text": " "}), need_reference=True)
+    row = changed(prompt=[{"role": "user", "content": [{"type": "text", "text": "Hi", "image": None}]}])
+    (scenario,) = read_scenarios(parquet(tmp_path, row), need_reference=True)
+    assert scenario.messages[-1]["content"] == "Hi"

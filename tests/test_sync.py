@@ -42,6 +42,12 @@ def test_a_mark_is_the_first_columns_sum_and_a_fused_weight_is_the_sum_of_its_pa
         push_weights(weights(), Holding((("model.a.weight",), 4.0), (("model.b.weight",), 11.5)))
 
 
+def test_a_weight_in_a_kernels_own_layout_is_known_and_not_compared():
+    push_weights(weights(), Holding((("model.a.weight",), None), (("model.b.weight",), 11.0)))
+    with pytest.raises(RuntimeError, match="1 differ, the first is model.a.weight"):
+        push_weights(weights(), Holding((("model.a.weight",), math.nan), (("model.b.weight",), 11.0)))
+
+
 def test_an_engine_whose_weights_have_other_names_proves_nothing():
     with pytest.raises(RuntimeError, match="knows 0 of the 2 weights"):
         push_weights(weights(), Holding((("language_model.a.weight",), 4.0)))
@@ -59,14 +65,10 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 
 
 def test_weights_are_gathered_in_bounded_buckets():
-    parameters = [(name, torch.nn.Parameter(torch.zeros(10))) for name in "abcde"]  # 40 bytes each
-    parameters[3] = ("d", torch.nn.Parameter(torch.zeros(100)))  # larger than a bucket: in one alone
-    assert [[name for name, _ in bucket] for bucket in _buckets(parameters, limit=100)] == [
-        ["a", "b"],
-        ["c"],
-        ["d"],
-        ["e"],
-    ]
+    units = [[(name, torch.nn.Parameter(torch.zeros(10))) for name in unit] for unit in ("a", "b", "c", "d", "ef", "g")]
+    units[3] = [("d", torch.nn.Parameter(torch.zeros(100)))]  # larger than a bucket of 100 bytes, so alone in one
+    buckets = _buckets(units, limit=100)
+    assert ["".join(name for name, _ in bucket) for bucket in buckets] == ["ab", "c", "d", "ef", "g"]
 
 
 @pytest.mark.parametrize(
@@ -79,9 +81,13 @@ def test_weights_are_gathered_in_bounded_buckets():
 )
 def test_the_engine_follows_the_policy(tmp_path, engine, tied, num_ranks, stage):
     model = make_model(tmp_path / "model", tied=tied)
+    (model / "generation_config.json").unlink()  # config.json alone says that token 7 ends replies too
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": [1, 7]}))
     torchrun(num_ranks, "tests.programs.sync_program", model, stage, engine, tmp_path / "results.json")
     for results in json.loads((tmp_path / "results.json").read_text()):
         assert results["engine"] == engine and results["same_seed_same_text"]
+        assert results["past_the_end"] == [] and results["ends"] == [1, 7]
         assert results["gap_before"] < 1e-4
         assert results["gap_without_push"] > 1e-3
         assert results["gap_after"] < 1e-4

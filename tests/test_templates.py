@@ -18,6 +18,7 @@ from rollout.settings import RolloutSettings
 from rollout.simulator import UserTurn
 from rollout.types import Conversation, Message, Scenario
 from tests.fake_engine import FakeEngine
+from tests.tiny import TEMPLATE, make_model
 
 SPECIAL = (
     "<|im_start|> <|im_end|> <|endoftext|> <|begin_of_text|> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
@@ -266,3 +267,39 @@ def test_a_template_that_changes_the_words_of_history_is_found_out_even_where_th
     assert not chat.keeps_history
     sampled = [ids_of(chat, text.strip() + case.stop) for text in REPLIES]
     assert_a_sequence_for_each_reply(chat, converse(chat, sampled), sampled)
+
+
+def load(folder, text: str) -> Chat:
+    make_model(folder)
+    (folder / "chat_template.jinja").write_text(text)
+    return Chat.load(folder)
+
+
+def test_a_template_that_does_not_ask_for_the_reply_is_refused(tmp_path):
+    silent = TEMPLATE.partition("{% if add_generation_prompt %}")[0]
+    with pytest.raises(ValueError, match="renders nothing to ask for the assistant's reply, .* '<assistant> '"):
+        load(tmp_path / "silent", silent)
+    # Some have nothing to say there: the model's words follow the user's.
+    plain = "{% for m in messages %}{{ m.content }} <end> {% endfor %}"
+    assert load(tmp_path / "plain", plain).prompt_ids([{"role": "user", "content": "hello"}])
+
+
+def test_a_template_that_leaves_the_users_message_out_is_refused(tmp_path):
+    deaf = TEMPLATE.replace("{{ m.content }}", "{{ m.text }}")
+    with pytest.raises(ValueError, match="renders nothing of the user's message; it must write message.content"):
+        load(tmp_path / "deaf", deaf)
+
+
+def test_a_template_that_wants_content_parts_is_given_them(tmp_path):
+    parts = TEMPLATE.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}")
+    chat, plain = load(tmp_path / "parts", parts), load(tmp_path / "plain", TEMPLATE)
+    talk = [{"role": role, "content": "bees"} for role in ("user", "assistant", "user")]
+    assert chat.prompt_ids(talk) == plain.prompt_ids(talk)
+    assert chat.keeps_history
+
+
+def test_a_tokenizer_without_a_template_says_what_to_add(tmp_path):
+    make_model(tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="has no chat template; .* add chat_template.jinja"):
+        Chat.load(tmp_path / "model")

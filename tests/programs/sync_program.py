@@ -87,6 +87,8 @@ def main() -> None:
         3
     ].response_ids
     results["gap_before"] = gap(policy, sequences)
+    results["past_the_end"] = [s.response_ids for s in sequences if set(s.response_ids[:-1]) & set(chat.stop_ids)]
+    results["ends"] = sorted({s.response_ids[-1] for s in sequences} & set(chat.stop_ids))
 
     train_on(policy, sequences)
     results["gap_without_push"] = gap(policy, sample(engine, chat, range(8)))

@@ -1,0 +1,39 @@
+"""Families of models, each a tiny random one: sampler, trainer and saved folder agree before and after a step."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.families import FAMILIES
+from tests.torchrun import torchrun
+
+OWN_ROWS = {"Mistral windowed", "Gemma3", "Bloom", "Qwen3.5", "Qwen3-Next", "LFM2", "GPT-OSS", "Jamba"}
+"""One sequence per row: windows, recurrent layers, ALiBi."""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("families")
+    torchrun(1, "tests.programs.families_program", out, "transformers", 0, *FAMILIES)
+    return json.loads((out / "results.json").read_text())
+
+
+def assert_trains(result: dict[str, Any]) -> None:
+    assert isinstance(result, dict), result
+    assert max(result["gap"], result["gap_after"], result["gap_saved"]) < 1e-4, result  # the limit of a run is 1e-3
+    assert result["gap_without_push"] > 1e-3, result
+    assert result["same_names"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_trains_on_the_transformers_engine(family, results):
+    assert_trains(results[family])
+    assert (results[family]["rows"] == "own") == (family in OWN_ROWS)
+
+
+def test_experts_train_sharded_over_two_ranks(tmp_path):
+    torchrun(2, "tests.programs.families_program", tmp_path, "transformers", 3, "Mixtral")
+    assert_trains(json.loads((tmp_path / "results.json").read_text())["Mixtral"])
