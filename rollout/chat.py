@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from rollout.settings import looked_at
 from rollout.types import Message, Reply
 
 
@@ -117,7 +118,9 @@ class Chat:
 def check_model_folder(folder: Path) -> None:
     """Raises ValueError unless `folder` holds a Hugging Face model with its tokenizer."""
     if not folder.is_dir():
-        raise ValueError(f"model.path: there is no folder {folder}; give a local Hugging Face model folder")
+        raise ValueError(
+            f"model.path: there is no folder {folder}{looked_at(folder)}; give a local Hugging Face model folder"
+        )
     missing = []
     if not (folder / "config.json").exists():
         missing.append("config.json")

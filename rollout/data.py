@@ -18,7 +18,7 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 
 from rollout.chat import Chat
-from rollout.settings import DataSettings
+from rollout.settings import DataSettings, looked_at
 from rollout.types import Message, Scenario
 
 UserKind = Literal["llm", "scripted"]
@@ -35,7 +35,7 @@ def read_scenarios(path: Path, *, need_reference: bool, user: UserKind | None = 
     that leaves the user nothing to want: an LLM needs the goal, a script the goal or the reference.
     """
     if not path.exists():
-        raise ValueError(f"{path}: no such data file")
+        raise ValueError(f"{path}: no such data file{looked_at(path)}")
     readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
     if path.suffix not in readers:
         raise ValueError(f"{path}: data files are .parquet or .jsonl")

@@ -11,9 +11,11 @@ import yaml
 
 from grpo.config_file import load_config
 from grpo.presets import PRESETS
-from grpo.recorder import Recorder, RunFolder
+from grpo.recorder import Recorder
+from grpo.run_folder import RunFolder
 from launch.train import check_inputs
 from rollout.chat import check_context
+from rollout.prompting import system_prompt
 
 QUICKSTART = Path("configs/quickstart.yaml")
 REMOTE = ["engine.kind=remote", "engine.base_url=http://h/v1", "engine.weights_folder=w"]
@@ -317,8 +319,8 @@ def test_a_key_given_twice_is_refused(tmp_path):
 
 def test_all_that_a_run_leaves_may_be_replaced_by_the_next(tmp_path):
     config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "run.overwrite=true"])
-    folder = RunFolder(config)
-    recorder = Recorder(folder, config, {}, "Be kind.")
+    folder = RunFolder(config.run.path)
+    recorder = Recorder(folder, config, {}, "Be kind.", total_steps=1)
     recorder.step(1, {"reward/mean": 1.0}, [])
     recorder.close({"user/calls": 3.0})
     folder.check_free(True, [])
@@ -340,3 +342,45 @@ def test_help_lists_every_setting_with_its_unit_and_default():
     ).stdout
     assert "rollout.max_reply_tokens" in text and "tokens; longest first reply" in text
     assert "optimizer.lr" in text and "1.0e-06" in text
+
+
+def test_a_tilde_is_the_home_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rewards.yaml").write_text("weights: {bleu_score: 1.0}\nbleu_score: {extract: last, prompt: ~/b.txt}\n")
+    paths = {
+        "data.train": "train.jsonl", "data.validation": "v.jsonl", "model.path": "models/m", "run.folder": "runs",
+        "rollout.user.prompt": "u.txt", "engine.weights_folder": "w",
+    }  # fmt: skip
+    config = load_config(
+        QUICKSTART,
+        [
+            *(f"{key}=~/{name}" for key, name in paths.items()), "rewards=~/rewards.yaml",
+            "rewards.interactivity.prompt=~/i", "engine.kind=remote", "engine.base_url=http://h:1/v1",
+            "rollout.user.kind=llm", "rollout.user.endpoint={base_url: 'http://h:1/v1', model: m}",
+        ],  # fmt: skip
+    )
+    paths |= {"rewards.bleu_score.prompt": "b.txt", "rewards.interactivity.prompt": "i"}
+    for key, name in paths.items():
+        value = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert value == tmp_path / name, key
+    with pytest.raises(ValueError, match=f"cannot read {tmp_path}/s.txt"):
+        system_prompt("~/s.txt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        (["data.train=g.jsonl", "model.path={model}"], "g.jsonl: no such data file (looked at {here}/g.jsonl)"),
+        (["model.path=gone"], "there is no folder gone (looked at {here}/gone)"),
+        (["model.path={model}", "rollout.system_prompt=g.txt"], " (looked at {here}/g.txt); give a UTF-8 text file"),
+        (["rewards=gone.yaml"], " (looked at {here}/gone.yaml)"),
+    ],
+)
+def test_a_missing_file_is_told_with_the_place_that_was_looked_at(tmp_path, monkeypatch, small_model, settings, what):
+    model, quickstart = small_model.absolute(), QUICKSTART.absolute()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as told:
+        check_inputs(load_config(quickstart, [one.format(model=model) for one in settings]))
+    assert what.format(here=tmp_path) in str(told.value)
