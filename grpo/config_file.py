@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from grpo.config import Config
 from grpo.presets import PRESETS
 from grpo.strict_yaml import read_yaml
-from rollout.settings import as_written, without_password
+from rollout.settings import as_written, looked_at, user_path, without_password
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -52,7 +52,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
+        raise ValueError(f"{path}: cannot be read ({error}){looked_at(path)}") from error
     try:
         values = read_yaml(text)
     except ValueError as error:
@@ -83,7 +83,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if last not in Config.model_fields:
             raise ValueError(f"{key}: {_unknown(last, Config)}")
         try:
-            values[last] = _read_yaml(Path(text))
+            values[last] = _read_yaml(user_path(text))
         except ValueError as error:
             raise ValueError(
                 f"{_told(override)!r}: a whole section comes from a YAML file: {without_password(str(error))}"

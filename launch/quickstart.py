@@ -33,7 +33,7 @@ def main() -> None:
     started = float(os.environ.get("QUICKSTART_STARTED", time.time()))
     config = train.run(read_config)
     minutes = (time.time() - started) / 60
-    report.report(config.run.folder / config.run.name, {"minutes": minutes})
+    report.report(config.run.path, {"minutes": minutes})
     print(f"\nquickstart: {minutes:.1f} minutes in all")
     end_process()
 

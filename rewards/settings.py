@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollout.settings import EndpointSettings, Section
+from rollout.settings import EndpointSettings, Section, UserPath
 
 COMPONENTS = ("bleu_score", "interactivity", "token_amount")
 """Every reward component there is; each has its own module in `rewards/`."""
@@ -19,12 +18,12 @@ class BleuSettings(Section):
     extract: Literal["llm", "last"] = Field(
         "llm", description="where the document comes from: the judge extracts it, or the last assistant message is it"
     )
-    prompt: Path | None = Field(None, description="text file with the extraction prompt; null: the shipped one")
+    prompt: UserPath | None = Field(None, description="text file with the extraction prompt; null: the shipped one")
 
 
 class InteractivitySettings(Section):
     by: Literal["llm", "rubric"] = Field("llm", description="who scores: the judge, or a deterministic rubric")
-    prompt: Path | None = Field(None, description="text file with the judge's prompt; null: the shipped one")
+    prompt: UserPath | None = Field(None, description="text file with the judge's prompt; null: the shipped one")
     step: float | None = Field(
         None,
         gt=0,

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from rollout.chat import Chat
 from rollout.columns import JSONL, OF_THE_RECIPE, PARQUET, Columns, parquet_columns
-from rollout.settings import DataSettings
+from rollout.settings import DataSettings, looked_at
 from rollout.types import Message, Scenario
 
 UserKind = Literal["llm", "scripted"]
@@ -38,7 +38,7 @@ def read_scenarios(
     that leaves the user nothing to want: an LLM needs the goal, a script the goal or the reference.
     """
     if not path.exists():
-        raise ValueError(f"{path}: no such data file")
+        raise ValueError(f"{path}: no such data file{looked_at(path)}")
     if path.suffix == ".parquet":
         columns = Columns(PARQUET, OF_THE_RECIPE)
         rows = _parquet_rows(path, columns)

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -27,6 +29,20 @@ from pydantic import (
 )
 
 TrainOn = Literal["first_reply", "all_replies"]
+
+
+def user_path(text: str | Path) -> Path:
+    """A path as people write it: ~ is their home. Relative ones are relative to the working directory."""
+    return Path(os.path.expanduser(text))
+
+
+def looked_at(path: Path) -> str:
+    """For the end of a message that `path` is missing: where that is, if it does not say so itself."""
+    return "" if path.is_absolute() else f" (looked at {path.absolute()})"
+
+
+UserPath = Annotated[Path, AfterValidator(user_path)]
+"""The type of every setting that is a path."""
 
 
 class Section(BaseModel):
@@ -97,8 +113,8 @@ def as_written(value: Any) -> str:
 
 
 class DataSettings(Section):
-    train: Path = Field(description="file; .parquet in the CollabLLM schema, or .jsonl")
-    validation: Path | None = Field(None, description="file; held-out rows for evaluation")
+    train: UserPath = Field(description="file; .parquet in the CollabLLM schema, or .jsonl")
+    validation: UserPath | None = Field(None, description="file; held-out rows for evaluation")
     max_prompt_tokens: int = Field(2048, ge=1, description="tokens; longest prompt accepted")
     overlong_prompts: Literal["error", "drop"] = Field(
         "error", description="what to do with longer prompts: refuse the file, or drop and count the rows"
@@ -148,7 +164,7 @@ class EngineSettings(ServedSection):
         None, description="address of the policy's server, such as http://127.0.0.1:8000/v1 (kind: remote)"
     )
     api_key_env: str | None = Field(None, description="environment variable that holds its key (kind: remote)")
-    weights_folder: Path | None = Field(
+    weights_folder: UserPath | None = Field(
         None, description="folder that the server sees under the same path, for pushed weights (kind: remote)"
     )
 
@@ -269,7 +285,7 @@ UserVariant = Literal["default", "lazy", "detailed", "impatient"]
 
 class UserSettings(Section):
     kind: Literal["scripted", "llm"] = Field("llm", description="who plays the user")
-    prompt: UserVariant | Path = Field(
+    prompt: UserVariant | UserPath = Field(
         "default",
         description="how the LLM behaves: default, lazy, detailed, impatient, or a text file with a prompt",
     )

@@ -9,8 +9,10 @@ import yaml
 
 from grpo.config_file import load_config
 from grpo.presets import PRESETS
-from grpo.recorder import Recorder, RunFolder
+from grpo.recorder import Recorder
+from grpo.run_folder import RunFolder
 from launch.train import check_inputs
+from rollout.prompting import system_prompt
 
 QUICKSTART = Path("configs/quickstart.yaml")
 REMOTE = ["engine.kind=remote", "engine.base_url=http://h/v1", "engine.weights_folder=w"]
@@ -307,8 +309,8 @@ def test_an_address_in_the_wrong_place_is_not_quoted_with_its_password(override)
 
 def test_all_that_a_run_leaves_may_be_replaced_by_the_next(tmp_path):
     config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "run.overwrite=true"])
-    folder = RunFolder(config)
-    recorder = Recorder(folder, config, {}, "Be kind.")
+    folder = RunFolder(config.run.path)
+    recorder = Recorder(folder, config, {}, "Be kind.", total_steps=1)
     recorder.step(1, {"reward/mean": 1.0}, [])
     recorder.close({"user/calls": 3.0})
     folder.check_free(True, [])
@@ -350,3 +352,45 @@ def test_an_earlier_run_is_not_replaced_unasked(tmp_path):
     config = load_config(QUICKSTART, [f"run.folder={tmp_path}", "run.overwrite=false"])
     with pytest.raises(ValueError, match="run.overwrite=true"):
         check_inputs(config)
+
+
+def test_a_tilde_is_the_home_in_every_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "rewards.yaml").write_text("weights: {bleu_score: 1.0}\nbleu_score: {extract: last, prompt: ~/b.txt}\n")
+    paths = {
+        "data.train": "train.jsonl", "data.validation": "v.jsonl", "model.path": "models/m", "run.folder": "runs",
+        "rollout.user.prompt": "u.txt", "engine.weights_folder": "w",
+    }  # fmt: skip
+    config = load_config(
+        QUICKSTART,
+        [
+            *(f"{key}=~/{name}" for key, name in paths.items()), "rewards=~/rewards.yaml",
+            "rewards.interactivity.prompt=~/i", "engine.kind=remote", "engine.base_url=http://h:1/v1",
+            "rollout.user.kind=llm", "rollout.user.endpoint={base_url: 'http://h:1/v1', model: m}",
+        ],  # fmt: skip
+    )
+    paths |= {"rewards.bleu_score.prompt": "b.txt", "rewards.interactivity.prompt": "i"}
+    for key, name in paths.items():
+        value = config
+        for part in key.split("."):
+            value = getattr(value, part)
+        assert value == tmp_path / name, key
+    with pytest.raises(ValueError, match=f"cannot read {tmp_path}/s.txt"):
+        system_prompt("~/s.txt")
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        (["data.train=g.jsonl", "model.path={model}"], "g.jsonl: no such data file (looked at {here}/g.jsonl)"),
+        (["model.path=gone"], "there is no folder gone (looked at {here}/gone)"),
+        (["model.path={model}", "rollout.system_prompt=g.txt"], " (looked at {here}/g.txt); give a UTF-8 text file"),
+        (["rewards=gone.yaml"], " (looked at {here}/gone.yaml)"),
+    ],
+)
+def test_a_missing_file_is_told_with_the_place_that_was_looked_at(tmp_path, monkeypatch, small_model, settings, what):
+    model, quickstart = small_model.absolute(), QUICKSTART.absolute()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError) as told:
+        check_inputs(load_config(quickstart, [one.format(model=model) for one in settings]))
+    assert what.format(here=tmp_path) in str(told.value)
