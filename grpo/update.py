@@ -103,8 +103,8 @@ class Updater:
     ) -> dict[str, float]:
         """One pass over this rank's groups of a step of `num_prompts` prompts; metrics of the step. Collective.
 
-        With on_policy=False the sampler used older weights: a log-prob gap is expected and loss.correction handles it, so
-        only a NaN gap stops the run.
+        With on_policy=False the sampler used older weights: a log-prob gap is expected and loss.correction handles it,
+        so only a NaN gap stops the run.
         """
         max_gap = self.max_gap if on_policy else math.inf
         mini_batches = [
@@ -159,7 +159,7 @@ class Updater:
         num_tokens = sum(sample.num_tokens for samples in samples_P for sample in samples)
         kl, tokens = self.ranks.total([sum(sums), num_tokens])
         if not math.isfinite(kl):  # on all ranks alike
-            raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes NaN or infinity")
+            raise FloatingPointError("the KL of a reply is not finite: policy or reference computes NaN or infinity")
         return kl_PG, kl / max(tokens, 1)
 
     def _sequences(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> list[TrainSequence]:

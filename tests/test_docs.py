@@ -10,7 +10,9 @@ import pytest
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.mark.parametrize("module", ["grpo.advantages", "grpo.statistics", "launch.terminal", "rewards.scoring", "rollout.settings"])
+@pytest.mark.parametrize(
+    "module", ["grpo.advantages", "grpo.statistics", "launch.terminal", "rewards.scoring", "rollout.settings"]
+)
 def test_docstring_examples(module):
     results = doctest.testmod(importlib.import_module(module), optionflags=OPTIONS)
     assert results.attempted > 0 and results.failed == 0
