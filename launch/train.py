@@ -299,7 +299,7 @@ def tell(kind: str, *texts: str | None) -> None:
 
 
 def settings_parser(prog: str, description: str, *, with_config: bool = True) -> argparse.ArgumentParser:
-    """Takes `--config FILE` (`with_config`) and the `overrides` that `load_config` applies; its help lists every setting."""
+    """Takes the `overrides` that `load_config` applies and `--config FILE`; its help lists every setting."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,

@@ -96,8 +96,8 @@ class RewardSettings(Section):
     def _a_cut_reply_is_not_spared_the_penalty(self) -> RewardSettings:
         if self.soft_overlong.penalty > 0 and not isinstance(self.truncated, str):
             raise ValueError(
-                f"soft_overlong.penalty needs truncated: score (or mask): with {self.truncated:g}, a reply cut at the limit "
-                "would pay no penalty, and one just below the limit would"
+                f"soft_overlong.penalty needs truncated: score (or mask): with {self.truncated:g}, a reply cut at the "
+                "limit would pay no penalty, and one just below the limit would"
             )
         return self
 

@@ -149,7 +149,7 @@ class SharedEngine:
         return await future
 
     def _serve(self) -> None:
-        """Runs the engine until no request is pending; may find nothing to do if an earlier call served this request."""
+        """Runs the engine until no request is pending; finds nothing to do if an earlier call served this request."""
         waiting: dict[int, tuple[SampleRequest, asyncio.Future[Sampled]]] = {}
         try:
             while True:

@@ -63,8 +63,8 @@ class Section(BaseModel):
         annotation = cls.model_fields[info.field_name].annotation
         if _holds_switch(value) and not _takes_switch(annotation, within=not isinstance(value, bool)):
             raise ValueError(
-                f"{without_password(as_written(value))} will not do: this is not a true/false setting (YAML reads on, off, "
-                "yes and no as true or false); write a number, or a text in quotes"
+                f"{without_password(as_written(value))} will not do: this is not a true/false setting (YAML reads on, "
+                "off, yes and no as true or false); write a number, or a text in quotes"
             )
         return value
 
@@ -295,7 +295,8 @@ class UserSettings(Section):
     @classmethod
     def _a_name_or_a_file(cls, value: Any) -> Any:
         if not isinstance(value, str | Path) or not str(value):
-            raise ValueError(f"{as_written(value)} is neither a user ({', '.join(get_args(UserVariant))}) nor a text file")
+            users = ", ".join(get_args(UserVariant))
+            raise ValueError(f"{as_written(value)} is neither a user ({users}) nor a text file")
         if "://" in str(value):
             raise ValueError(
                 f"{without_password(str(value))!r} is no text file; an address goes into endpoint.base_url"

@@ -49,11 +49,11 @@ def test_every_shipped_reward_file_replaces_the_section(path):
     ("change", "message"),
     [
         ({"run__steps": True}, "run.steps: true will not do: this is not a true/false setting"),
-        ({"rewards__clamp": [False, True]}, "rewards.clamp: [false, true] will not do: this is not a true/false setting"),
+        ({"rewards__clamp": [False, True]}, "rewards.clamp: [false, true] will not do: this is not a true/false"),
         (
             {"rewards__weights": {"token_amount": True}},
-            "rewards.weights: {token_amount: true} will not do: this is not a true/false setting (YAML reads on, off, yes "
-            "and no as true or false); write a number, or a text in quotes",
+            "rewards.weights: {token_amount: true} will not do: this is not a true/false setting (YAML reads on, off, "
+            "yes and no as true or false); write a number, or a text in quotes",
         ),
         ({"engine__sleep": "maybe"}, "engine.sleep: 'maybe' will not do: input should be true or false"),
         ({"rewards__clamp": 1}, "rewards.clamp: 1 will not do: input should be a list, such as [0.1, 0.9]"),
@@ -331,10 +331,11 @@ def test_a_date_where_text_belongs_is_that_text():
 
 def test_a_section_may_be_written_once_and_merged_into_another(tmp_path):
     path = write(tmp_path, rollout__user=None, rewards=None)
+    user = "{kind: llm, endpoint: &server {base_url: 'http://h/v1', model: a}}"
     path.write_text(
-        path.read_text().replace("rollout:\n", "rollout:\n  user: {kind: llm, endpoint: &server {base_url: 'http://h/v1', model: a}}\n")
+        path.read_text().replace("rollout:\n", f"rollout:\n  user: {user}\n")
         + "rewards: {weights: {interactivity: 1}, judge: {<<: *server, model: b}}\n"
-    )  # fmt: skip
+    )
     config = load_config(path)
     assert config.rewards.judge.base_url == "http://h/v1"
     assert (config.rollout.user.endpoint.model, config.rewards.judge.model) == ("a", "b")

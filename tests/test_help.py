@@ -42,8 +42,8 @@ def bare(tmp_path_factory):
 @pytest.fixture(scope="module")
 def helps(bare):
     """What each command prints; one process asks them all, since most import torch."""
-    done = subprocess.run([sys.executable, "-c", ASK_ALL, *COMMANDS], cwd=bare, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout)
+    ask = [sys.executable, "-c", ASK_ALL, *COMMANDS]
+    return json.loads(subprocess.run(ask, cwd=bare, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -54,9 +54,8 @@ def test_a_command_tells_its_usage_and_options(helps, command):
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("options", [["--help"], ["-x", "-h"]], ids=" ".join)
 def test_a_script_tells_its_usage(bare, script, options):
-    done = subprocess.run(
-        ["bash", f"launch/{script}", *options], cwd=bare, capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin:/bin"}
-    )  # fmt: skip
+    ask = ["bash", f"launch/{script}", *options]
+    done = subprocess.run(ask, cwd=bare, capture_output=True, text=True, timeout=60, env={"PATH": "/usr/bin:/bin"})
     assert done.returncode == 0 and not done.stderr
     assert f"bash launch/{script}" in done.stdout and "source" not in done.stdout
 
@@ -81,8 +80,9 @@ def choices_of(section: type[Section], prefix: str = "") -> typing.Iterator[tupl
                 yield prefix + name, [str(value) for value in typing.get_args(part) if value is not None]
 
 
-@pytest.mark.parametrize(("key", "choices"), choices_of(Config), ids=lambda value: value if isinstance(value, str) else "")
-def test_every_choice_is_listed_with_all_its_values(helps, key, choices):
+@pytest.mark.parametrize("setting", [*choices_of(Config)], ids=lambda setting: setting[0])
+def test_every_choice_is_listed_with_all_its_values(helps, setting):
+    key, choices = setting
     (line,) = (line for line in helps["train"].splitlines() if line.split()[:1] == [key])
     described = line.split(maxsplit=2)[2]  # behind key and default
     assert {*choices} <= {*re.findall(r"[\w-]+", described)}
