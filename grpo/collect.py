@@ -11,7 +11,7 @@ import torch
 from grpo.advantages import has_signal
 from grpo.background import LoopThread, wait_for
 from grpo.config import Config
-from grpo.experience import Group, play_and_score
+from grpo.experience import Group, play_share, whole_groups
 from grpo.metrics import role_counts
 from grpo.ranks import Ranks
 from rewards.scoring import Scorer, check_failure_rate, first_different
@@ -23,15 +23,16 @@ from rollout.types import Scenario
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step trains on: this rank's share."""
+    """What a step trains on, the same on all ranks but for the counts."""
 
     groups: list[Group]
+    """By position."""
     replaced: list[Group]
     """Groups without signal that others stand in for."""
     weight_version: int
     """Of the weights that sampled all of it."""
     counts: dict[str, float]
-    """What it cost (`Collector.new_counts`)."""
+    """What it cost this rank (`Collector.new_counts`)."""
 
 
 class Collector:
@@ -64,15 +65,15 @@ class Collector:
         """
         plan = RolloutPlan.of_training(self.sampling, self.seed, step)
         wanted = dict(enumerate(self._rows(step))) if wanted is None else wanted
-        own = [(position, self.train[row]) for position, row in wanted.items()]
-        own = own[self.ranks.rank :: self.ranks.world_size]
-        return self.runner.start(play_and_score(self.rollout, self.scorer, own, plan))
+        scenarios = [(position, self.train[row]) for position, row in wanted.items()]
+        share = play_share(self.rollout, self.scorer, scenarios, plan, self.ranks.rank, self.ranks.world_size)
+        return self.runner.start(share)
 
     def collect(self, step: int, playing: Future[list[Group]] | None = None) -> Batch:
-        """This rank's groups of a step, those without signal replaced by others as often as was asked for.
+        """All groups of a step, those without signal replaced by others as often as was asked for.
 
-        `playing`: this step's conversations, where they were started before. Collective, and a pure function of step
-        and rewards, so that all ranks replace the same groups.
+        `playing`: this rank's share of the step's conversations, where they were started before. Collective: the ranks
+        exchange what they played, and all know the whole batch from then on.
         """
         playing = playing or self.start(step)
         rows = self._rows(step)
@@ -82,19 +83,17 @@ class Collector:
         for last in [False] * self.sampling.dynamic_sampling.max_rounds + [True]:
             replaced += [group for position, group in groups.items() if position in wanted]
             groups = {position: group for position, group in groups.items() if position not in wanted}
-            played = wait_for(playing)
+            played = whole_groups(self.ranks.gather(wait_for(playing)))
             self._check_failures(played)
             groups |= {group.position: group for group in played}
             if last:
                 break
-            totals = [[reward.total for reward in group.rewards_G] for group in groups.values()]
-            signal_P = has_signal(*tables([*groups.values()], totals, self.ranks))
+            signal_P = has_signal(*reward_tables(in_order(groups)))
             wanted = dict(zip((~signal_P).nonzero()[:, 0].tolist(), spare, strict=False))
             if not wanted:
                 break
             playing = self.start(step, wanted)
-        own = [groups[position] for position in sorted(groups)]
-        return Batch(own, replaced, self.weight_version, self.new_counts())
+        return Batch(in_order(groups), replaced, self.weight_version, self.new_counts())
 
     def new_counts(self) -> dict[str, float]:
         """What the roles' servers and the engine did for this rank since this was last called."""
@@ -113,11 +112,9 @@ class Collector:
         return batch_rows(step - 1, len(self.train), self.sampling.prompts_per_step, self.seed)
 
     def _check_failures(self, groups: Sequence[Group]) -> None:
-        """Raises where too many conversations failed, over all ranks: in this step, or in training so far."""
-        own = sum(len(group.conversations) for group in groups), [f for group in groups for f in group.failures]
-        shares = self.ranks.gather(own)
-        started = sum(count for count, _ in shares)
-        failures = [failure for _, failed in shares for failure in failed]
+        """Raises where too many conversations failed: in this step, or in training so far."""
+        started = sum(len(group.conversations) for group in groups)
+        failures = [failure for group in groups for failure in group.failures]
         self.num_started += started
         self.num_failed += len(failures)
         self.first_failures = first_different(self.first_failures + failures)
@@ -126,14 +123,13 @@ class Collector:
         check_failure_rate(self.num_failed, self.num_started, self.first_failures, self.max_failure_rate)
 
 
-def tables(
-    groups: Sequence[Group], values_PG: Sequence[Sequence[float]], ranks: Ranks
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values, validity), [P, G] each, of all ranks' groups by position. Collective."""
-    valid = [[reward.valid for reward in group.rewards_G] for group in groups]
-    shares = ranks.gather([*zip((group.position for group in groups), values_PG, valid, strict=True)])
-    rows = sorted(row for share in shares for row in share)
+def in_order(groups: Mapping[int, Group]) -> list[Group]:
+    return [groups[position] for position in sorted(groups)]
+
+
+def reward_tables(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rewards, validity), [P, G] each."""
     return (
-        torch.tensor([values for _, values, _ in rows], dtype=torch.float64),
-        torch.tensor([valid for _, _, valid in rows]),
+        torch.tensor([[reward.total for reward in group.rewards_G] for group in groups], dtype=torch.float64),
+        torch.tensor([[reward.valid for reward in group.rewards_G] for group in groups]),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -133,6 +133,16 @@ class OptimizerSettings(Section):
 
 class DeepSpeedSettings(Section):
     stage: Literal[0, 1, 2, 3] = Field(3, description="ZeRO stage: what is sharded over the ranks (0: nothing)")
+    extra: dict[str, Any] = Field(
+        {}, description="mapping; further keys of DeepSpeed's configuration of the policy, by DeepSpeed's names"
+    )
+
+    @property
+    def offloads(self) -> frozenset[str]:
+        """What of `offload_param` and `offload_optimizer` leaves the GPU."""
+        sections = self.extra.get("zero_optimization") or {}
+        names = ("offload_param", "offload_optimizer")
+        return frozenset(name for name in names if (sections.get(name) or {}).get("device", "none") != "none")
 
 
 class EvaluationSettings(Section):
@@ -228,7 +238,7 @@ class Config(Section):
             **{f"loss.{name}": single and on_policy for name in ("clip_low", "clip_high", "dual_clip")},
             **{
                 f"engine.{name}": self.engine.kind == "remote" and remote
-                for name in ("gpu_memory_utilization", "cpu_kv_cache_gib", "sleep", "eager")
+                for name in ("gpu_memory_utilization", "cpu_kv_cache_gib", "sleep", "eager", "extra")
             },
             **{
                 f"evaluation.{name}": not self.data.validation and none_held_out

@@ -8,14 +8,18 @@ from statistics import fmean
 from typing import Any
 
 from grpo.config import EvaluationSettings
-from grpo.experience import play_and_score, trace_rows
+from grpo.experience import play_share, trace_rows
 from grpo.ranks import Ranks
+from grpo.statistics import mean_interval
 from rewards.scoring import Scorer
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.types import Scenario
 
 EVALUATION_STEP = -1
 """Seeds of evaluations derive from this, so that all evaluations of a run draw alike."""
+
+EVALUATION = "evaluation/reward"
+"""The metric that every evaluation has, and no step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,21 @@ class Evaluation:
         """Mean over the items that could be judged; NaN where none could."""
         totals = list(item_rewards(self.rows).values())
         return fmean(totals) if totals else float("nan")
+
+    def metrics(self) -> dict[str, float]:
+        """Held-out means of the reward and each component, with the ends of their 95 % intervals where there are two
+        items or more. An item is a prompt.
+        """
+        names = dict.fromkeys(name for row in self.rows for name in row["reward"]["means"])
+        columns = {name: item_components(self.rows, name) for name in names}
+        metrics = {EVALUATION: self.reward}
+        for name, items in ({"reward": item_rewards(self.rows)} | columns).items():
+            if len(items) > 1:
+                mean, low, high = mean_interval([*items.values()])
+                metrics |= {f"evaluation/{name}": mean, f"evaluation/{name}_low": low, f"evaluation/{name}_high": high}
+            elif items:
+                metrics[f"evaluation/{name}"] = fmean(items.values())
+        return metrics
 
 
 def evaluation_plan(settings: EvaluationSettings, seed: int) -> RolloutPlan:
@@ -57,7 +76,7 @@ async def evaluate(
     """One reply per held-out scenario. Collective: each rank plays its share."""
     chosen = list(enumerate(scenarios[: settings.prompts]))
     plan = evaluation_plan(settings, seed)
-    groups = await play_and_score(rollout, scorer, chosen[ranks.rank :: ranks.world_size], plan)
+    groups = await play_share(rollout, scorer, chosen, plan, ranks.rank, ranks.world_size)
     own = [(group.position, trace_rows(group, step)) for group in groups]
     by_position = sorted((pair for share in ranks.gather(own) for pair in share), key=lambda pair: pair[0])
     return Evaluation(step, tuple(row for _, rows in by_position for row in rows))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+from grpo.dealing import deal_samples
 from rewards.overlap import reference_overlap
 from rewards.scoring import ReplyReward, Scorer
 from rollout.conversation import Rollout, RolloutPlan
@@ -17,7 +19,9 @@ TRACE_SCHEMA = 3
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The sibling replies to one scenario. Suffixes: G replies, C conversations of a reply."""
+    """The sibling replies to one scenario, or those of them that one rank played. Suffixes: G replies, C conversations
+    of a reply.
+    """
 
     scenario: Scenario
     position: int
@@ -52,10 +56,17 @@ def failure_lines(failures: Iterable[Mapping[str, str]]) -> list[str]:
 
 
 async def play_and_score(
-    rollout: Rollout, scorer: Scorer, scenarios: Sequence[tuple[int, Scenario]], plan: RolloutPlan
+    rollout: Rollout,
+    scorer: Scorer,
+    scenarios: Sequence[tuple[int, Scenario]],
+    plan: RolloutPlan,
+    samples_P: Sequence[Sequence[int]] | None = None,
 ) -> list[Group]:
-    """Groups of the (position, scenario) pairs given, in their order; judging runs while others still talk."""
-    played = await rollout.play([scenario for _, scenario in scenarios], plan, on_end=scorer.submit)
+    """Groups of the (position, scenario) pairs given, in their order; judging runs while others still talk.
+
+    `samples_P`: which samples of each scenario; None: all.
+    """
+    played = await rollout.play([scenario for _, scenario in scenarios], plan, scorer.submit, samples_P)
     scores = await scorer.finish()
     groups = []
     for (position, scenario), conversations_GC in zip(scenarios, played, strict=True):
@@ -69,6 +80,37 @@ async def play_and_score(
         )
         groups.append(Group(scenario, position, tuple(map(tuple, conversations_GC)), scores_GC, rewards_G))
     return groups
+
+
+async def play_share(
+    rollout: Rollout,
+    scorer: Scorer,
+    scenarios: Sequence[tuple[int, Scenario]],
+    plan: RolloutPlan,
+    rank: int,
+    num_ranks: int,
+) -> list[Group]:
+    """`play_and_score` of what is dealt to one of the ranks; `whole_groups` puts the shares of all of them together."""
+    share = deal_samples(len(scenarios), plan.group_size, num_ranks)[rank]
+    own, samples_P = [scenarios[number] for number, _ in share], [samples for _, samples in share]
+    return await play_and_score(rollout, scorer, own, plan, samples_P)
+
+
+def whole_groups(shares: Iterable[Sequence[Group]]) -> list[Group]:
+    """The groups of all ranks' shares, by position, each with its samples in their order."""
+    parts: dict[int, list[Group]] = {}
+    for part in chain.from_iterable(shares):
+        parts.setdefault(part.position, []).append(part)
+    return [_joined(parts[position]) for position in sorted(parts)]
+
+
+def _joined(parts: Sequence[Group]) -> Group:
+    parts = sorted(parts, key=lambda part: part.conversations[0].sample)
+    together = {
+        name: tuple(chain.from_iterable(getattr(part, name) for part in parts))
+        for name in ("conversations_GC", "scores_GC", "rewards_G")
+    }
+    return replace(parts[0], **together)
 
 
 def trace_rows(
@@ -101,6 +143,7 @@ def trace_rows(
                     "num_prompt_messages": talk.num_prompt_messages,
                     "ended": talk.ended,
                     "farewell": talk.farewell,
+                    "prompt_tokens": len(talk.first_reply.prompt_ids) if talk.replies else None,
                     "reply_tokens": [len(reply.token_ids) for reply in talk.replies],
                     "first_reply_cut": talk.first_reply_cut,
                     "user_reference_overlap": reference_overlap(talk),

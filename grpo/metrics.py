@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, get_args
 
+from rewards.scoring import USER
 from rollout.llm_client import LLMClient
+from rollout.types import Ending
 
 COUNTED = ("calls", "retries", "prompt_tokens", "completion_tokens", "seconds")
 
@@ -16,28 +18,29 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
     """Metrics of trace rows (`grpo.experience.trace_rows`), one per conversation.
 
     Rewards, lengths and truncation are those of replies, each counted once however many conversations
-    continue it. `reward/zero_std_groups` counts groups whose advantages are all 0.
+    continue it; prompts count once a group. Failure rates are of all conversations: `judge/` of those that could not
+    be judged, `user/` of those whose user gave no usable answer, `conversation/` of both, which
+    `rewards.max_failure_rate` limits.
     """
     replies = [row for row in rows if row["continuation"] == 0]
     rewards = [row["reward"] for row in replies if row["reward"]["total"] is not None]
     totals = [reward["total"] for reward in rewards]
-    advantages: dict[str, list[float]] = {}
-    for row in replies:
-        advantages.setdefault(row["scenario_id"], []).append(row["advantage"])
+    prompts = {row["scenario_id"]: row["prompt_tokens"] for row in rows if row["reply_tokens"]}
     metrics = {
         "reward/mean": fmean(totals) if totals else float("nan"),
-        "reward/std": pstdev(totals) if totals else float("nan"),
-        "reward/zero_std_groups": float(sum(not any(group) for group in advantages.values())),
         "reward/clamped": _mean(r["clamped"][name] != r["weighted"][name] for r in rewards for name in r["clamped"]),
-        "reply/length_mean": _mean(row["reply_tokens"][0] for row in replies if row["reply_tokens"]),
+        **_lengths("prompt", prompts.values()),
+        **_lengths("reply", [row["reply_tokens"][0] for row in replies if row["reply_tokens"]]),
         "reply/truncated": fmean(row["first_reply_cut"] for row in replies),
+        **_lengths("later_reply", [tokens for row in rows for tokens in row["reply_tokens"][1:]]),
         "conversation/turns_mean": fmean(len(row["reply_tokens"]) for row in rows),
-        "judge/failure_rate": fmean(bool(row["score"]["failures"]) for row in rows),
+        **{f"conversation/ended/{ended}": fmean(row["ended"] == ended for row in rows) for ended in get_args(Ending)},
+        "conversation/failure_rate": fmean(bool(row["score"]["failures"]) for row in rows),
+        "judge/failure_rate": fmean(any(name != USER for name in row["score"]["failures"]) for row in rows),
+        "user/failure_rate": fmean(USER in row["score"]["failures"] for row in rows),
     }
-    for name in components:
-        values = [reward["means"][name] for reward in rewards if name in reward["means"]]
-        if values:
-            metrics[f"reward/{name}"] = fmean(values)
+    for name, values in _by_component(rewards, components):
+        metrics[f"reward/{name}"] = fmean(values)
     penalties = [reward["overlong"] for reward in rewards]
     if any(penalties):
         metrics["reward/overlong"] = fmean(penalties)
@@ -47,6 +50,71 @@ def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable
     overlaps = [row["user_reference_overlap"] for row in rows if row["user_reference_overlap"] is not None]
     if overlaps:
         metrics["user/reference_overlap"] = fmean(overlaps)
+    return metrics
+
+
+def group_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable[str]) -> dict[str, float]:
+    """Of trace rows that were trained on: how rewards spread, and the advantages they give.
+
+    `reward/zero_std_groups` counts groups whose advantages are all 0. Advantages are those of valid replies; where
+    there are none, nothing is told of them.
+    """
+    replies = [row for row in rows if row["continuation"] == 0]
+    valid = [row for row in replies if row["reward"]["total"] is not None]
+    totals = [row["reward"]["total"] for row in valid]
+    groups: dict[str, list[float]] = {}
+    for row in replies:
+        groups.setdefault(row["scenario_id"], []).append(row["advantage"])
+    num_without = sum(not any(group) for group in groups.values())
+    metrics = {
+        "reward/std": pstdev(totals) if totals else float("nan"),
+        "reward/zero_std_groups": float(num_without),
+        "reward/zero_std_fraction": num_without / len(groups),
+    }
+    for name, values in _by_component([row["reward"] for row in valid], components):
+        metrics[f"reward/{name}_std"] = pstdev(values)
+    advantages = [row["advantage"] for row in valid]
+    if advantages:
+        metrics |= {
+            "advantage/mean": fmean(advantages),
+            "advantage/std": pstdev(advantages),
+            "advantage/min": min(advantages),
+            "advantage/max": max(advantages),
+            "advantage/zero_fraction": fmean(advantage == 0 for advantage in advantages),
+        }
+    return metrics
+
+
+def experience_metrics(traces: Sequence[Mapping[str, Any]], components: Sequence[str]) -> dict[str, float]:
+    """Of all trace rows of a step, those of groups that others replaced included."""
+    trained = [row for row in traces if not row["replaced"]]
+    refilled = {row["scenario_id"] for row in traces if row["replaced"]}
+    return (
+        conversation_metrics(trained, components)
+        | group_metrics(trained, components)
+        | {"rollout/refilled_groups": float(len(refilled))}
+    )
+
+
+def machine_metrics(
+    seconds: Mapping[str, float],
+    step_seconds: float,
+    num_sampled: int,
+    peaks_gib: Sequence[Mapping[str, float]],
+    flops: Sequence[float],
+    peak_tflops: float | None,
+) -> dict[str, float]:
+    """What a step took: seconds and memory by phase, tokens sampled per second, operations per second of its update.
+
+    `peaks_gib` and `flops` (operations of the update) by rank. `peak_tflops`: what one card can do; None: unknown.
+    """
+    metrics = {f"time/{name}": value for name, value in seconds.items()}
+    metrics |= {"time/step": step_seconds, "tokens_per_second": num_sampled / step_seconds}
+    metrics |= {f"memory/{name}_gib": max(peak[name] for peak in peaks_gib) for name in peaks_gib[0]}
+    metrics["memory/peak_gib"] = max(value for peak in peaks_gib for value in peak.values())
+    metrics["perf/update_tflops"] = fmean(flops) / seconds["update"] / 1e12
+    if peak_tflops is not None:
+        metrics["perf/mfu"] = metrics["perf/update_tflops"] / peak_tflops
     return metrics
 
 
@@ -73,6 +141,24 @@ def role_counts(clients: Mapping[str, LLMClient]) -> dict[str, float]:
 def summed(shares: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Counts of all ranks, name by name."""
     return {name: sum(share.get(name, 0.0) for share in shares) for name in dict.fromkeys(chain(*shares))}
+
+
+def _by_component(rewards: Sequence[Mapping[str, Any]], components: Iterable[str]) -> Iterator[tuple[str, list[float]]]:
+    """Each component that was measured, with its mean of every reply that has one."""
+    for name in components:
+        if values := [reward["means"][name] for reward in rewards if name in reward["means"]]:
+            yield name, values
+
+
+def _lengths(of: str, tokens: Collection[int]) -> dict[str, float]:
+    """Mean, least and most; nothing where there are none."""
+    if not tokens:
+        return {}
+    return {
+        f"{of}/length_mean": fmean(tokens),
+        f"{of}/length_min": float(min(tokens)),
+        f"{of}/length_max": float(max(tokens)),
+    }
 
 
 def _mean(values: Iterable[float]) -> float:

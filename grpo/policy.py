@@ -20,14 +20,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 if not torch.cuda.is_available():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it would look for others first, and warn about each
 import deepspeed
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import ValidationError
 from transformers.integrations import HfDeepSpeedConfig
 
 from grpo.attention import PackedAttention, choose_attention
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
+from grpo.deepspeed_extra import Watched, with_extra
 from grpo.lean import keep_less
 from grpo.logprobs import LogprobModel
 from grpo.packing import PackedBatch
 from grpo.ranks import Ranks
+from rollout.settings import near_name
 
 BUCKET_BYTES = 256 * 1024**2
 """Most weights that are whole at once while a sharded model is gathered."""
@@ -36,9 +40,10 @@ MICRO_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps
 """Nominal, DeepSpeed wants some: micro-batches are ours, and their number changes from step to step."""
 
 deepspeed.logger.setLevel(logging.ERROR)
-# DeepSpeed would compile a shared-memory collective for CPUs, which takes minutes and a C++ compiler;
-# gloo serves as well.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+if not torch.cuda.is_available():
+    # It would try compilers for each of its kernels, and then compile a shared-memory collective for CPUs: minutes, and
+    # gloo serves as well. This takes the place of what it would find out the first time it looks.
+    deepspeed.ops.__compatible_ops__ = {}
 
 
 class Policy:
@@ -191,7 +196,7 @@ class Reference:
 def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings) -> dict[str, Any]:
     # Micro-batches add up in float32 where gradients are sharded; DeepSpeed has no such thing at stage 0 in bf16.
     wide = {"data_types": {"grad_accum_dtype": "fp32"}} if zero.stage >= 2 else {}
-    return (
+    ours = (
         MICRO_BATCH
         | wide
         | {
@@ -203,6 +208,31 @@ def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: D
             "steps_per_print": 10**9,
         }
     )
+    return with_extra(ours, zero.extra)
+
+
+def check_extra(model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings) -> None:
+    """Raises ValueError where DeepSpeed refuses `deepspeed.extra`, or does not know a key of it."""
+    watched = Watched(deepspeed_config(model, optimizer, zero))
+    try:
+        deepspeed.DeepSpeedConfig(watched)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        told = f"{'.'.join(map(str, fault['loc']))}: {fault['msg'][0].lower()}{fault['msg'][1:]}"
+        if fault["type"] == "extra_forbidden":
+            fields = {name for section in _sections(DeepSpeedConfigModel) for name in section.model_fields}
+            told = f"{'.'.join(map(str, fault['loc']))}: there is no such key{near_name(fault['loc'][-1], fields)}"
+        raise ValueError(f"deepspeed.extra: DeepSpeed refuses it ({error.title}): {told}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
+        raise ValueError(f"deepspeed.extra: DeepSpeed refuses it: {error}") from error
+    for unknown in watched.unasked():
+        raise ValueError(unknown)
+
+
+def _sections(section: type) -> Iterator[type]:
+    yield section
+    for one in section.__subclasses__():
+        yield from _sections(one)
 
 
 def _load(

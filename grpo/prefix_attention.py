@@ -4,11 +4,12 @@ A dense mask of a row of L tokens costs L² pairs, most of them ruled out. Here 
 the causal kernel, and replies of about one length attend side by side, each to its prompt's keys followed by its
 own:
 
-    prompts   [R, P] queries × [R, P] keys, causal
+    prompts   [G, P] queries × [G, P] keys, causal
     block     [B, D] queries × [B, P + D] keys, a prompt's keys repeated for each of its replies
 
 The tokens move from their rows into these slots and back; slots are padded to the longest of their block. Suffixes:
-R rows, L tokens in a row, P prompt tokens, B replies of a block, D tokens of a reply, H heads, W width of all heads.
+R rows, L tokens in a row, G prompts, P prompt tokens, B replies of a block, D tokens of a reply, H heads, W width of
+all heads.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from grpo.packing import PADDING, PROMPT
+from grpo.packing import PADDING, prompt_of
 
 MAX_PADDING = 1.5
 """Pairs of a block, padding included, over those that its replies need."""
@@ -30,9 +31,10 @@ MAX_PADDING = 1.5
 class _Span:
     """A reply within the rows."""
 
-    row: int
+    prompt: int
+    """Number of the prompt that it follows."""
     start: int
-    """Column of its first token."""
+    """Flat index of its first token."""
     length: int
     prompt_length: int
 
@@ -43,7 +45,7 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    row_B: torch.Tensor
+    prompt_B: torch.Tensor
     reply_length: int
     prompt_length: int
     bias_B1DK: torch.Tensor
@@ -54,7 +56,7 @@ class _Block:
 class PrefixLayout:
     """Where the tokens of a packed batch go, worked out once for all layers."""
 
-    num_rows: int
+    num_prompts: int
     prompt_length: int
     """Of the longest."""
     blocks: tuple[_Block, ...]
@@ -68,18 +70,18 @@ class PrefixLayout:
     @classmethod
     def of(cls, segment_RL: torch.Tensor, dtype: torch.dtype) -> PrefixLayout:
         """`segment_RL` as in `PackedBatch`; `dtype` is that of the queries."""
-        device, length = segment_RL.device, segment_RL.shape[1]
-        prompt_lengths = (segment_RL == PROMPT).sum(1).tolist()
+        device = segment_RL.device
+        prompt_starts, prompt_lengths, replies = _spans(segment_RL)
         prompt_length = max(prompt_lengths)
-        grids = [_grid([r * length for r in range(len(prompt_lengths))], prompt_lengths, prompt_length)]
+        grids = [_grid(prompt_starts, prompt_lengths, prompt_length)]
         blocks = []
-        for spans in _similar(_spans(segment_RL, prompt_lengths)):
+        for spans in _similar(replies):
             longest = max(span.length for span in spans)
             longest_prompt = max(span.prompt_length for span in spans)
-            grids.append(_grid([s.row * length + s.start for s in spans], [s.length for s in spans], longest))
+            grids.append(_grid([span.start for span in spans], [span.length for span in spans], longest))
             bias = _bias([span.prompt_length for span in spans], longest_prompt, longest, dtype)
-            rows = torch.tensor([span.row for span in spans], device=device)
-            blocks.append(_Block(rows, longest, longest_prompt, bias.to(device)))
+            prompts = torch.tensor([span.prompt for span in spans], device=device)
+            blocks.append(_Block(prompts, longest, longest_prompt, bias.to(device)))
         token_of_slot = torch.cat(grids)
         empty_slots = (token_of_slot == -1).nonzero()[:, 0]
         slot_of_token = torch.zeros(segment_RL.numel(), dtype=torch.long)
@@ -121,17 +123,17 @@ def attend(
         layout.to_slots(states.transpose(1, 2).reshape(rows * length, -1)).unflatten(1, (-1, states.shape[-1]))
         for states in (query_RHLX, key_RHLX, value_RHLX)
     ]
-    sizes = [layout.num_rows * layout.prompt_length, *(len(b.row_B) * b.reply_length for b in layout.blocks)]
+    sizes = [layout.num_prompts * layout.prompt_length, *(len(b.prompt_B) * b.reply_length for b in layout.blocks)]
     (query_P, *queries), (key_P, *keys), (value_P, *values) = (states.split(sizes) for states in slots)
-    query_RPHX, key_RPHX, value_RPHX = (
-        states.unflatten(0, (layout.num_rows, layout.prompt_length)) for states in (query_P, key_P, value_P)
+    query_GPHX, key_GPHX, value_GPHX = (
+        states.unflatten(0, (layout.num_prompts, layout.prompt_length)) for states in (query_P, key_P, value_P)
     )
-    read = [_attend(query_RPHX, key_RPHX, value_RPHX, scaling, is_causal=True)]
+    read = [_attend(query_GPHX, key_GPHX, value_GPHX, scaling, is_causal=True)]
     for block, query, key, value in zip(layout.blocks, queries, keys, values, strict=True):
-        shape = (len(block.row_B), block.reply_length)
+        shape = (len(block.prompt_B), block.reply_length)
         key_BKHX, value_BKHX = (
-            torch.cat([prompt[:, : block.prompt_length].index_select(0, block.row_B), own.unflatten(0, shape)], dim=1)
-            for prompt, own in ((key_RPHX, key), (value_RPHX, value))
+            torch.cat([whole[:, : block.prompt_length].index_select(0, block.prompt_B), own.unflatten(0, shape)], dim=1)
+            for whole, own in ((key_GPHX, key), (value_GPHX, value))
         )
         read.append(_attend(query.unflatten(0, shape), key_BKHX, value_BKHX, scaling, attn_mask=block.bias_B1DK))
     return layout.to_tokens(torch.cat(read)).view(rows, length, heads, -1), None
@@ -159,15 +161,22 @@ class _Move(torch.autograd.Function):
         return gradient.index_select(0, sources_back).index_fill_(0, holes_back, 0), None, None, None, None
 
 
-def _spans(segment_RL: torch.Tensor, prompt_lengths: Sequence[int]) -> list[_Span]:
-    spans = []
+def _spans(segment_RL: torch.Tensor) -> tuple[list[int], list[int], list[_Span]]:
+    """(first tokens, lengths) of the prompts, as flat indices, and the replies."""
+    starts: list[int] = []
+    lengths: list[int] = []
+    replies: list[_Span] = []
     for row, segment_L in enumerate(segment_RL.cpu()):
         segments, counts = torch.unique_consecutive(segment_L, return_counts=True)
-        starts = (counts.cumsum(0) - counts).tolist()
-        for segment, start, count in zip(segments.tolist(), starts, counts.tolist(), strict=True):
-            if segment not in (PROMPT, PADDING):
-                spans.append(_Span(row, start, count, prompt_lengths[row]))
-    return spans
+        firsts = (row * len(segment_L) + counts.cumsum(0) - counts).tolist()
+        prompts = prompt_of(segments).tolist()
+        for segment, prompt, first, count in zip(segments.tolist(), prompts, firsts, counts.tolist(), strict=True):
+            if segment == prompt:
+                starts.append(first)
+                lengths.append(count)
+            elif segment != PADDING:
+                replies.append(_Span(len(lengths) - 1, first, count, lengths[-1]))
+    return starts, lengths, replies
 
 
 def _similar(spans: Sequence[_Span]) -> list[list[_Span]]:

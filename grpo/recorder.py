@@ -3,7 +3,7 @@
 runs/NAME/config.yaml               the settings, overrides applied, without passwords
 runs/NAME/system_prompt.txt         what all training prompts begin with, if they do
 runs/NAME/environment.json          engine, ranks, device and versions
-runs/NAME/metrics.jsonl             one line per step
+runs/NAME/metrics.jsonl             one line per step, and one of its own per evaluation
 runs/NAME/totals.json               calls, tokens and failures of each role, and the policy's prompt tokens, over the
                                     whole run, evaluations included
 runs/NAME/tensorboard/              the same for TensorBoard
@@ -17,9 +17,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import Config
-from grpo.evaluate import Evaluation
+from grpo.evaluate import EVALUATION, Evaluation
 
 RUN_ENTRIES = frozenset(
     "config.yaml system_prompt.txt environment.json metrics.jsonl totals.json summary.json "
@@ -113,6 +111,9 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, float], traces: Iterable[dict[str, Any]]) -> None:
         write_rows(self.folder.traces(step), traces)
+        self._metrics(step, metrics)
+
+    def _metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         with self.folder.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | {name: _finite(value) for name, value in metrics.items()}) + "\n")
         for name, value in metrics.items():
@@ -121,8 +122,7 @@ class Recorder:
 
     def evaluation(self, evaluation: Evaluation) -> None:
         write_rows(self.folder.evaluation(evaluation.step), evaluation.rows)
-        self._tensorboard.add_scalar("evaluation/reward", evaluation.reward, evaluation.step)
-        self._tensorboard.flush()
+        self._metrics(evaluation.step, evaluation.metrics())
 
     def close(self, totals: Mapping[str, float]) -> None:
         (self.folder.path / "totals.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
@@ -142,6 +142,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl that are of steps, not of evaluations."""
+    return [row for row in read_rows(path) if not (isinstance(row, dict) and EVALUATION in row)]
+
+
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """One JSON object a line, as `read_rows` reads them."""
     # A lone surrogate, which some models emit, becomes its own JSON escape.
@@ -154,16 +159,3 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None  # JSON has no NaN
-
-
-class Timer:
-    """Seconds by phase of one step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

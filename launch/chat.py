@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from launch.terminal import drop_output, printable
 from rollout.chat import Chat
+from rollout.cores import mind_neighbours
+from rollout.gpus import check_seen
 from rollout.types import Message
 
 COMMANDS = """\
@@ -44,6 +46,8 @@ class Model:
         """Raises ValueError where it cannot be loaded."""
         transformers.utils.logging.disable_progress_bar()
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if self._device.type == "cpu":
+            mind_neighbours(torch.get_num_threads())
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(self._device)
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: shapes that differ, memory that is short
@@ -265,6 +269,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     try:
+        check_seen()
         session = start(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

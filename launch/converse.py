@@ -29,6 +29,7 @@ from grpo.experience import Group, play_and_score, trace_rows
 from grpo.metrics import conversation_metrics
 from grpo.ranks import end_process
 from grpo.recorder import write_rows
+from grpo.room import check_own_gpu
 from grpo.sync import push_weights
 from launch.terminal import drop_output, printable
 from launch.train import Inputs, build_rollout, build_scorer, fail, read_inputs, say, settings_parser
@@ -155,7 +156,7 @@ def summary(config: Config, inputs: Inputs, groups: Sequence[Group], num_tokens:
     if groups:
         rows = [row for group in groups for row in trace_rows(group, STEP)]
         for name, value in conversation_metrics(rows, config.rewards.weights).items():
-            if name not in ("reward/std", "reward/zero_std_groups"):  # of groups of siblings, which these are not
+            if not name.startswith("conversation/ended/"):  # told above
                 yield f"  {name:<26} {value:.3f}"
     yield f"policy: {num_tokens} tokens sampled"
     for role, client in inputs.clients.items():
@@ -185,6 +186,7 @@ def main() -> None:
     try:
         config = load_config(options.config, options.overrides)
         inputs = read_inputs(config)
+        check_own_gpu(config, trains=False)
         scenarios, plan = choose(config, inputs, options.split, options.n)
         if options.out:
             check_new(options.out)

@@ -22,16 +22,16 @@ from typing import Any
 import yaml
 
 from grpo.evaluate import item_components, item_rewards
-from grpo.recorder import read_rows
+from grpo.recorder import read_rows, read_steps
 from grpo.statistics import PairedDifference, paired_difference
 from launch.terminal import printable
 
 
 def summarize(run: Path) -> dict[str, Any]:
     """The run in figures. Raises ValueError where `run` holds no finished run."""
-    if not all((run / name).exists() for name in ("metrics.jsonl", "environment.json", "config.yaml")):
+    steps = read_steps(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+    if not steps or not all((run / name).exists() for name in ("environment.json", "config.yaml")):
         raise ValueError(f"{run} holds no run, or one without a single step; give a folder such as runs/quickstart")
-    steps = read_rows(run / "metrics.jsonl")
     try:
         rewards = [step["reward/mean"] for step in steps if step["reward/mean"] is not None]
     except (KeyError, TypeError) as error:
@@ -96,7 +96,7 @@ def print_report(run: Path, summary: dict[str, Any]) -> None:
     print("\nwhere things are")
     for what, path in (
         ("trained model (Hugging Face folder)", run / "model"),
-        ("metrics, a line per step", run / "metrics.jsonl"),
+        ("metrics, a line per step and evaluation", run / "metrics.jsonl"),
         (f"TensorBoard (tensorboard --logdir {run})", run / "tensorboard"),
         ("conversations with scores and advantages", run / "traces"),
         ("held-out conversations", run / "evaluations"),

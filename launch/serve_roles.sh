@@ -7,7 +7,8 @@
 # Settings are environment variables (in brackets what they are otherwise):
 #   USER_MODEL, JUDGE_MODEL   name or folder of the model [Qwen/Qwen3.5-9B, Qwen/Qwen3.5-27B]
 #   USER_PORT, JUDGE_PORT     [8001, 8002]; --small uses USER_PORT alone
-#   USER_GPUS, JUDGE_GPUS     GPUs the training does not use [0, 1]; "1,2" splits a model over two
+#   USER_GPUS, JUDGE_GPUS     GPUs the training does not use, as nvidia-smi counts [0, 1]; "1,2" splits a model over
+#                             two. GPUs that something else uses are refused.
 #   USER_ARGS, JUDGE_ARGS     more options for vLLM, such as "--gpu-memory-utilization 0.8" []
 #   SMALL_MODEL               [models/SmolLM2-135M-Instruct]
 #   MAX_MODEL_LEN             tokens, prompt and answer together [32768; --small: 4096]
@@ -71,6 +72,26 @@ serve() {  # NAME PORT MODEL MAX_LEN [vLLM options…]
   echo "serve_roles: starting $name: $model on port $port, log in $LOG_DIR/$name.log"
 }
 
+# Ends the script where a role could not have its GPUs: they are in use, or the other role's too.
+check_gpus() {  # VARIABLE GPUS OTHERS_GPUS [vLLM options…]
+  local variable=$1 gpus=$2 others=$3 share='' told word
+  shift 3
+  for word in "$@"; do
+    case $word in
+      --gpu-memory-utilization=*) share=${word#*=} ;;
+      --gpu-memory-utilization) share=next ;;
+      *) [[ $share != next ]] || share=$word ;;
+    esac
+  done
+  for word in ${gpus//,/ }; do
+    [[ -n $share || ,$others, != *,$word,* ]] ||
+      fail "GPU $word is in USER_GPUS and JUDGE_GPUS; choose another for one of them, or give each role a share of it" \
+        "(USER_ARGS and JUDGE_ARGS: --gpu-memory-utilization 0.45)"
+  done
+  # 0.92 is what vLLM takes unless told otherwise.
+  told=$("$PYTHON" -m launch.free_gpus "$variable" "$gpus" "${share:-0.92}" 2>&1) || fail "$told"
+}
+
 serve_on_gpus() {  # NAME PORT MODEL GPUS [vLLM options…]
   local name=$1 port=$2 model=$3 gpus=$4 commas
   shift 4
@@ -123,11 +144,16 @@ if $small; then
     --enforce-eager --dtype float32 --max-num-seqs 32
 else
   USER_MODEL=${USER_MODEL:-Qwen/Qwen3.5-9B} JUDGE_MODEL=${JUDGE_MODEL:-Qwen/Qwen3.5-27B}
+  USER_GPUS=${USER_GPUS:-0} JUDGE_GPUS=${JUDGE_GPUS:-1}
+  export CUDA_DEVICE_ORDER=PCI_BUS_ID  # GPUs are counted as nvidia-smi counts them
   [[ $USER_PORT != "$JUDGE_PORT" ]] || fail "USER_PORT and JUDGE_PORT are both $USER_PORT; choose another for one"
   # shellcheck disable=SC2086  # USER_ARGS and JUDGE_ARGS are lists of options
-  serve_on_gpus user "$USER_PORT" "$USER_MODEL" "${USER_GPUS:-0}" ${USER_ARGS:-}
-  # shellcheck disable=SC2086
-  serve_on_gpus judge "$JUDGE_PORT" "$JUDGE_MODEL" "${JUDGE_GPUS:-1}" ${JUDGE_ARGS:-}
+  {
+    check_gpus USER_GPUS "$USER_GPUS" "$JUDGE_GPUS" ${USER_ARGS:-}
+    check_gpus JUDGE_GPUS "$JUDGE_GPUS" "$USER_GPUS" ${JUDGE_ARGS:-}
+    serve_on_gpus user "$USER_PORT" "$USER_MODEL" "$USER_GPUS" ${USER_ARGS:-}
+    serve_on_gpus judge "$JUDGE_PORT" "$JUDGE_MODEL" "$JUDGE_GPUS" ${JUDGE_ARGS:-}
+  }
 fi
 wait_until_ready
 

@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -28,16 +28,21 @@ from grpo.config import Config
 from grpo.config_file import describe_settings, load_config
 from grpo.ranks import Ranks, end_process
 from grpo.recorder import RunFolder
+from grpo.room import check_own_gpu
 from grpo.stopping import Stop
 from rewards.judge import Judge
 from rewards.scoring import Scorer
+from rollout import engine_vllm
 from rollout.chat import Chat, check_context
 from rollout.conversation import Rollout, User
+from rollout.cores import mind_neighbours
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
 from rollout.engine import SharedEngine, build_engine, choose_engine
+from rollout.gpus import GPUFault, check_seen
 from rollout.llm_client import LLMClient
 from rollout.policy_server import check_server
 from rollout.prompting import system_prompt
+from rollout.role_check import SAMPLE_REPLY, check_role
 from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
 
@@ -62,6 +67,11 @@ def check_inputs(config: Config) -> Inputs:
     if is_main():
         RunFolder(config).check_free(config.run.overwrite, files)
     inputs = read_inputs(config)
+    if config.deepspeed.extra:
+        from grpo.policy import check_extra  # imports DeepSpeed: seconds
+
+        check_extra(config.model, config.optimizer, config.deepspeed)
+    check_own_gpu(config, trains=True)
     say(
         f"{inputs.total_steps} steps of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies"
     )
@@ -70,6 +80,7 @@ def check_inputs(config: Config) -> Inputs:
 
 def read_inputs(config: Config) -> Inputs:
     """As `check_inputs`, of all but the run's folder, for commands that leave none."""
+    check_seen()
     for note in config.without_effect():
         say(f"note: {note}")
     engine, reason = choose_engine(config.engine)
@@ -83,6 +94,10 @@ def read_inputs(config: Config) -> Inputs:
     check_context(config.model.path, config.engine.max_context_tokens)
     if engine == "remote" and is_main():
         check_server(config.engine, config.model.path, config.model.dtype)
+    if engine == "vllm" and config.engine.extra:
+        engine_vllm.check_extra(config.engine, config.model.path, getattr(torch, config.model.dtype))
+    elif engine == "transformers" and config.engine.extra:
+        say("note: engine.extra has no effect: it is for vLLM, and the engine is transformers")
     need_reference = "bleu_score" in config.rewards.weights
     system = system_prompt(config.rollout.system_prompt) if config.rollout.system_prompt else None
 
@@ -118,17 +133,27 @@ def read_inputs(config: Config) -> Inputs:
     user = LLMUser(clients["user"], config.rollout.user) if "user" in clients else ScriptedUser()
     judge = Judge(clients["judge"], config.rewards) if "judge" in clients else None
     if is_main():
-        for client in clients.values():
-            client.check()
+        check_roles(clients, user, judge, train[0])
     say(f"engine: {engine} ({reason})")
     if config.rollout.train_on == "all_replies":
         say(f"trained: all replies, {chat.history_note}")
     return Inputs(chat, train, validation, clients, user, judge, total_steps)
 
 
+def check_roles(clients: Mapping[str, LLMClient], user: User, judge: Judge | None, scenario: Scenario) -> None:
+    """Each server is asked one question as the run asks them. Raises ValueError, with the remedy, where it cannot play."""
+    chat = [*scenario.messages, {"role": "assistant", "content": SAMPLE_REPLY}]
+    for role, client in clients.items():
+        asked = (user if role == "user" else judge).question(scenario, chat)
+        for note in check_role(role, client.settings, asked):
+            say(note)
+
+
 def build_rollout(config: Config, inputs: Inputs, device: torch.device) -> Rollout:
     """Starts the engine; its first weights are those of `model.path`."""
     say("starting the engine ...")
+    if device.type == "cpu":
+        mind_neighbours(torch.get_num_threads())
     dtype = getattr(torch, config.model.dtype)
     engine = build_engine(config.engine, config.model.path, dtype, device, inputs.chat.stop_ids)
     return Rollout(config.rollout, SharedEngine(engine), inputs.chat, inputs.user)
@@ -226,7 +251,7 @@ def run(read_config: Callable[[], Config]) -> Config:
         config = read_config()
         inputs = check_inputs(config)
     except ValueError as error:
-        if is_main():
+        if is_main() or isinstance(error, GPUFault):
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -7,14 +7,16 @@ system message, as the user saw it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rewards.settings import RewardSettings
+from rollout.llm_call import Question
 from rollout.llm_client import LLMClient
 from rollout.prompting import Prompt, visible
-from rollout.types import Conversation
+from rollout.types import Conversation, Message, Scenario
 
 PROMPTS = Path(__file__).parent / "prompts"
 CRITERIA = ("asks", "engages", "advances")
@@ -31,13 +33,14 @@ class Judge:
         self._grade_prompt = Prompt(settings.interactivity.prompt or PROMPTS / "interactivity.txt", placeholders)
         self._extract_prompt = Prompt(settings.bleu_score.prompt or PROMPTS / "extract_document.txt", placeholders)
         self._grade_schema = _grade_schema(settings.interactivity.step)
+        self._grades = "interactivity" in settings.weights and settings.interactivity.by == "llm"
 
     async def interactivity(self, conversation: Conversation) -> tuple[float, dict[str, Any]]:
         """The mean of the three sub-scores, in [0, 1], and the judge's answer: {criterion: {reason, score}}.
 
         Raises LLMError where the judge gave no usable answer.
         """
-        grades = await self._ask(self._grade_prompt, conversation, self._grade_schema)
+        grades = await self._ask(self._grading(conversation.scenario, conversation.messages))
         return fmean(grades[criterion]["score"] for criterion in CRITERIA), grades
 
     async def extract_document(self, conversation: Conversation) -> str:
@@ -46,12 +49,26 @@ class Judge:
         An empty string is an answer, not a failure: there is no document, because the assistant only
         asked, say. Raises LLMError where the judge gave no usable answer.
         """
-        answer = await self._ask(self._extract_prompt, conversation, _document_schema(conversation))
+        answer = await self._ask(self._extraction(conversation.scenario, conversation.messages))
         return answer["document"].strip()
 
-    async def _ask(self, prompt: Prompt, conversation: Conversation, schema: dict[str, Any]) -> dict[str, Any]:
-        text = prompt.fill(task_desc=conversation.scenario.task_desc, conversation=visible(conversation.messages))
-        return await self._client.ask([{"role": "user", "content": text}], schema)
+    def question(self, scenario: Scenario, messages: Sequence[Message]) -> Question:
+        """One that a run asks about such a chat."""
+        return self._grading(scenario, messages) if self._grades else self._extraction(scenario, messages)
+
+    def _grading(self, scenario: Scenario, messages: Sequence[Message]) -> Question:
+        return _question(self._grade_prompt, scenario, messages, self._grade_schema)
+
+    def _extraction(self, scenario: Scenario, messages: Sequence[Message]) -> Question:
+        return _question(self._extract_prompt, scenario, messages, _document_schema(messages))
+
+    async def _ask(self, question: Question) -> dict[str, Any]:
+        return await self._client.ask(question.messages, question.schema)
+
+
+def _question(prompt: Prompt, scenario: Scenario, messages: Sequence[Message], schema: dict[str, Any]) -> Question:
+    text = prompt.fill(task_desc=scenario.task_desc, conversation=visible(messages))
+    return Question([{"role": "user", "content": text}], schema)
 
 
 def _grade_schema(step: float | None) -> dict[str, Any]:
@@ -67,9 +84,9 @@ def _grade_schema(step: float | None) -> dict[str, Any]:
     return _object({name: _object({"reason": reason, "score": score}) for name in CRITERIA})
 
 
-def _document_schema(conversation: Conversation) -> dict[str, Any]:
+def _document_schema(messages: Sequence[Message]) -> dict[str, Any]:
     """A document is no longer than the chat it is copied from, which keeps small judges from rambling on."""
-    length = sum(len(message["content"]) for message in visible(conversation.messages))
+    length = sum(len(message["content"]) for message in visible(messages))
     # To the next power of two: servers compile and cache a grammar for every different schema.
     return _object({"document": {"type": "string", "maxLength": 1 << max(6, length.bit_length())}})
 

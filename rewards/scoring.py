@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -22,6 +23,8 @@ from rollout.chat import Chat
 from rollout.llm_client import LLMError
 from rollout.types import Conversation, Score
 
+USER = "user"
+"""Stands in `Score.failures` for the simulated user, where its failure left nothing to judge."""
 MIN_STARTED = 20
 """Conversations started before a failure rate means anything."""
 FAILURES_TOLD = 3
@@ -55,6 +58,9 @@ class Scorer:
         self.chat = chat
         self.judge = judge
         self._tasks: dict[tuple[str, int, int], asyncio.Task[Score]] = {}
+        # BLEU of a long document takes seconds, in which the loop serves others. One thread: several would keep Python's
+        # lock from the loop by turns.
+        self._aside = ThreadPoolExecutor(1, "bleu")
 
     def submit(self, conversation: Conversation) -> None:
         """Starts judging, in the running event loop. Conversations with nothing to judge cost nothing."""
@@ -68,7 +74,7 @@ class Scorer:
 
     async def _score(self, conversation: Conversation) -> Score:
         if conversation.ended == "simulator_failed":
-            return Score({}, {"user": conversation.failure or "no usable answer"}, {})
+            return Score({}, {USER: conversation.failure or "no usable answer"}, {})
         if conversation.first_reply_cut and self.settings.truncated != "score":
             return Score({}, {}, {})  # its reward does not come from what it says
         measured = await asyncio.gather(*(self._component(name, conversation) for name in self.settings.weights))
@@ -103,9 +109,12 @@ class Scorer:
             document = await self.judge.extract_document(conversation)
         else:
             document = conversation.replies[-1].text
-        reference = conversation.scenario.reference
-        note = {"document": document, "bleu_word": bleu(document, reference, "word")}
-        return bleu(document, reference, self.settings.bleu_score.level), note
+        texts = document, conversation.scenario.reference
+        loop = asyncio.get_running_loop()
+        word = await loop.run_in_executor(self._aside, bleu, *texts, "word")
+        by_words = self.settings.bleu_score.level == "word"
+        value = word if by_words else await loop.run_in_executor(self._aside, bleu, *texts, "char")
+        return value, {"document": document, "bleu_word": word}
 
     def reward(self, conversations: Sequence[Conversation], scores: Sequence[Score]) -> ReplyReward:
         """The reward of the reply that all of `conversations` continue."""

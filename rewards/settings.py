@@ -57,7 +57,7 @@ class RewardSettings(Section):
     )
     soft_overlong: SoftOverlongSettings = SoftOverlongSettings()
     max_failure_rate: float = Field(
-        0.1, ge=0, le=1, description="failed ÷ started conversations; above it the run stops"
+        0.1, ge=0, le=1, description="failed ÷ started conversations, by user or judge; above it the run stops"
     )
     judge: EndpointSettings | None = Field(None, description="server of the judge")
     bleu_score: BleuSettings = BleuSettings()

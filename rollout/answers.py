@@ -33,9 +33,12 @@ class UnusableAnswer(ValueError):
 def read_strictly(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
     """The object that stands in `text`, exactly as the schema wants it. Raises UnusableAnswer."""
     # From the first brace to the last: some servers fence the object in Markdown or add a word around it.
+    braced = _braced(text)
     try:
+        if braced and _in_an_array(*text.split(braced, 1)):
+            raise ValueError("the object stands in an array")
         answer = json.loads(
-            _braced(text), strict=False, parse_constant=finite, parse_float=finite, object_pairs_hook=_each_key_once
+            braced, strict=False, parse_constant=finite, parse_float=finite, object_pairs_hook=_each_key_once
         )
         json.dumps(answer, ensure_ascii=False).encode()  # half a surrogate pair could be written to no file
     except (ValueError, RecursionError) as error:
@@ -73,6 +76,11 @@ def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("a key is given twice")
     return found
+
+
+def _in_an_array(before: str, after: str) -> bool:
+    """Whether a bracket is open where the object stands: it may be one of several."""
+    return before.count("[") > before.count("]") or after.count("]") > after.count("[")
 
 
 def _braced(text: str) -> str:

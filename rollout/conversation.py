@@ -102,19 +102,24 @@ class Rollout:
         self.user = user
 
     async def play(
-        self, scenarios: Sequence[Scenario], plan: RolloutPlan, on_end: Callable[[Conversation], None]
+        self,
+        scenarios: Sequence[Scenario],
+        plan: RolloutPlan,
+        on_end: Callable[[Conversation], None],
+        samples_P: Sequence[Sequence[int]] | None = None,
     ) -> list[list[list[Conversation]]]:
-        """Conversations by [scenario][sample][continuation].
+        """Conversations by [scenario][sample][continuation]; `samples_P`: which samples of each, None: all.
 
         A first reply cut by its token limit has one conversation, which ends with it; so has every
         reply where `continuations` is 0. `on_end` is called in this event loop as each one ends.
         """
+        samples_P = samples_P or [range(plan.group_size)] * len(scenarios)
         async with asyncio.TaskGroup() as tasks:
-            samples = [
-                [tasks.create_task(self._sample(scenario, sample, plan, on_end)) for sample in range(plan.group_size)]
-                for scenario in scenarios
+            groups = [
+                [tasks.create_task(self._sample(scenario, sample, plan, on_end)) for sample in samples]
+                for scenario, samples in zip(scenarios, samples_P, strict=True)
             ]
-        return [[task.result() for task in group] for group in samples]
+        return [[task.result() for task in group] for group in groups]
 
     async def _sample(
         self, scenario: Scenario, sample: int, plan: RolloutPlan, on_end: Callable[[Conversation], None]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 import json
 import os
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 from urllib.parse import quote, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import httpx2
 import openai
 
+from rollout.overload import Limit, Places
 from rollout.settings import without_password
 
 Clock = Callable[[], float]
@@ -21,7 +27,6 @@ Clock = Callable[[], float]
 
 REST_S = 5.0
 """How long an address that failed comes after the others."""
-CHECK_TIMEOUT_S = 10.0
 MOST_BYTES = 16 * 2**20
 """Of one response; a server that sends more would fill the memory within its time limit."""
 LONGEST_DETAIL = 400
@@ -29,7 +34,7 @@ LONGEST_DETAIL = 400
 
 
 class Address:
-    """One server of a role: where it is, how it is spoken to, and how busy it is."""
+    """One server: where it is, and how it is spoken to."""
 
     def __init__(self, url: str, key: str | None):
         """Credentials in `url` leave it for a header: whatever logs a request logs its URL."""
@@ -46,45 +51,39 @@ class Address:
             "default_headers": {"Authorization": f"Basic {encoded}"} if at else {},
             "max_retries": 0,
         }
-        self.in_flight = 0
-        self.rests_until = self.closed_until = 0.0
-        self.last_pick = 0
+        self.route = route(parts.hostname or "")
+        """For openai.DefaultHttpxClient and its async twin."""
 
     @cached_property
     def server(self) -> openai.AsyncOpenAI:
-        # Not compressed: what is unpacked could be any length.
-        bounded = openai.DefaultAsyncHttpxClient(
-            event_hooks={"response": [_bound]}, headers={"Accept-Encoding": "identity"}
-        )
+        """Raises ValueError where the environment's proxies or certificates cannot be used."""
+        try:
+            # Not compressed: what is unpacked could be any length.
+            bounded = openai.DefaultAsyncHttpxClient(
+                event_hooks={"response": [_bound]}, headers={"Accept-Encoding": "identity"}, **self.route
+            )
+        except (OSError, ImportError, ValueError) as error:
+            raise ValueError(
+                "the environment's proxies (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY) or certificates "
+                f"(SSL_CERT_FILE, SSL_CERT_DIR) cannot be used: {error}; correct or unset them"
+            ) from None
         return openai.AsyncOpenAI(**self.connection, http_client=bounded)
 
-    def fault(self, section: str, model: str) -> str | None:
-        """Why it cannot serve `model`, with the remedy; it is asked which models it has."""
-        show = presentable(self.secrets)
-        remedy = "start the role servers (bash launch/serve_roles.sh) or correct the address"
-        try:
-            with openai.OpenAI(**self.connection, timeout=CHECK_TIMEOUT_S) as server:
-                models = [str(served.id) for served in server.models.list().data]
-        except openai.APIStatusError as error:
-            if error.status_code in (401, 403):
-                remedy = f"set {section}.api_key_env to the environment variable that holds a valid key"
-            elif error.status_code == 404:
-                remedy = "correct the address, which usually ends in /v1"
-            problem = f"the server answered HTTP {error.status_code}: {show(error.message)}"
-        except openai.APITimeoutError:
-            problem = f"the server did not answer in {CHECK_TIMEOUT_S:g} s"
-        except openai.APIConnectionError as error:
-            problem = f"cannot reach the server ({show(str(error.__cause__ or error))})"
-        except (openai.OpenAIError, ValueError, AttributeError, TypeError, RecursionError):
-            problem = "what answers there is not an OpenAI-compatible server"
-        else:
-            if model in models:
-                return None
-            return (
-                f"{section}.model: {model!r} is not served at {self.shown}, which has: "
-                f"{show(', '.join(models)) or 'nothing'}; name one of these, or serve that model"
-            )
-        return f"{section}.base_url: {self.shown}: {problem}; {remedy}"
+    @property
+    def proxied(self) -> bool:
+        """Whether a proxy of the environment stands between."""
+        parts = urlsplit(self.connection["base_url"])
+        return not self.route and not proxy_bypass(parts.netloc) and not {parts.scheme, "all"}.isdisjoint(getproxies())
+
+
+def route(host: str) -> dict[str, Any]:
+    """How HTTP clients reach `host`: as the environment says (HTTP_PROXY and its kind, SSL_CERT_FILE), but this machine
+    without a proxy, which would look for the server on its own."""
+    try:
+        here = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost" or host.endswith(".localhost")
+    return {"mounts": {f"all://[{host}]" if ":" in host else f"all://{host}": None}} if here else {}
 
 
 class _Bounded(httpx2.AsyncByteStream):
@@ -111,17 +110,51 @@ async def _bound(response: httpx2.Response) -> None:
     response.stream = _Bounded(response.stream)
 
 
+@dataclass(eq=False, slots=True)
+class Lane:
+    """A role's address and how busy it is."""
+
+    address: Address
+    limit: Limit
+    in_flight: int = 0
+    rests_until: float = 0.0
+    closed_until: float = 0.0
+    last_pick: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.in_flight < self.limit.value
+
+
 class Balancer:
     """Sends each call to the address with the fewest in flight, by turns where they are equally busy."""
 
-    def __init__(self, addresses: Sequence[Address], max_in_flight: int, clock: Clock = time.monotonic):
-        """`max_in_flight` calls per address; the caller never asks for more than all of them together."""
-        self.addresses = addresses
-        self._max_in_flight = max_in_flight
+    def __init__(
+        self, addresses: Sequence[Address], max_in_flight: int, timeout_s: float, clock: Clock = time.monotonic
+    ):
+        """`max_in_flight` calls per address at most, fewer where answers take long of `timeout_s`."""
+        self.lanes = [Lane(address, Limit(max_in_flight, timeout_s)) for address in addresses]
         self._clock = clock
+        self._places = Places(self._room())
         self._num_picks = 0
 
-    def pick(self, failed_at: Sequence[Address] = ()) -> Address:
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """A place in flight, at whatever address, once there is one. What was learnt meanwhile changes their number."""
+        await self._places.take()
+        try:
+            yield
+        finally:
+            self._places.resize(self._room())
+            self._places.give_back()
+
+    def _room(self) -> int:
+        """Places for which it is worth to wait: not those of an address that asked for quiet, where others did not."""
+        now = self._clock()
+        open_lanes = [lane for lane in self.lanes if lane.closed_until <= now] or self.lanes
+        return sum(lane.limit.value for lane in open_lanes)
+
+    def pick(self, failed_at: Sequence[Lane] = ()) -> Lane:
         """The next address, one that did not ask for quiet and that this question has not failed at where there is one.
 
         An address that lately failed any question comes after the others: it answers its calls the
@@ -136,18 +169,19 @@ class Balancer:
         chosen.last_pick = self._num_picks
         return chosen
 
-    def rest(self, address: Address, quiet_s: float) -> None:
+    def rest(self, lane: Lane, quiet_s: float) -> None:
         """Lets the others go first for a while. `quiet_s`: how long it asked to be left alone."""
         now = self._clock()
-        address.rests_until = now + max(REST_S, quiet_s)
-        address.closed_until = max(address.closed_until, now + quiet_s)
+        lane.rests_until = now + max(REST_S, quiet_s)
+        lane.closed_until = max(lane.closed_until, now + quiet_s)
 
     def closed_s(self) -> float:
         """Until one takes calls again, where all addresses with room have asked to be left alone."""
-        return max(0.0, min(address.closed_until for address in self._free()) - self._clock())
+        return max(0.0, min(lane.closed_until for lane in self._free()) - self._clock())
 
-    def _free(self) -> list[Address]:
-        return [address for address in self.addresses if address.in_flight < self._max_in_flight]
+    def _free(self) -> list[Lane]:
+        """All of them where limits have fallen since the caller got its place."""
+        return [lane for lane in self.lanes if lane.has_room] or self.lanes
 
 
 class Pace:

@@ -134,6 +134,7 @@ class SharedEngine:
         self._thread.submit(engine.enter_thread).result()
         self._arrived: deque[tuple[SampleRequest, asyncio.Future[Sampled]]] = deque()
         self._keys = itertools.count()
+        leave_cores()  # this thread loaded the engine's model
 
     async def sample(self, request: SampleRequest) -> Sampled:
         """Raises what the engine raised, in every coroutine that waits for it."""

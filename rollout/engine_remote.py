@@ -42,7 +42,8 @@ class RemoteEngine:
         self._weights_folder = settings.weights_folder
         self._server = PolicyServer(settings)
         self._model = self._server.model()
-        self._replies = openai.AsyncOpenAI(**self._server.connection | {"max_retries": 2})
+        http_client = openai.DefaultAsyncHttpxClient(**self._server.route)
+        self._replies = openai.AsyncOpenAI(**self._server.connection | {"max_retries": 2}, http_client=http_client)
         self._slots = asyncio.Semaphore(settings.max_concurrent_replies)
         self._calls: dict[int, Future[Sampled]] = {}
         self._loop = asyncio.new_event_loop()

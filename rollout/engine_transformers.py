@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from rollout.engine import Sampled, SampleRequest, Weights, weight_mark
 from rollout.settings import EngineSettings
+from rollout.streams import EngineStream
 
 
 class TransformersEngine:
@@ -30,12 +31,12 @@ class TransformersEngine:
         self.max_context_tokens = settings.max_context_tokens
         self.max_batch = settings.max_concurrent_replies
         self.device = device
+        self.stream = EngineStream(device)
         self.stop_ids = frozenset(stop_ids)
         self._queue: list[tuple[int, SampleRequest]] = []
 
     def enter_thread(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.stream.enter()
 
     def add(self, key: int, request: SampleRequest) -> None:
         self._queue.append((key, request))
@@ -96,7 +97,7 @@ class TransformersEngine:
 
     def push_weights(self, weights: Weights) -> None:
         own = self.model.state_dict()
-        with torch.no_grad():
+        with torch.no_grad(), self.stream.handed_over():
             for name, tensor in weights:
                 own[name].copy_(tensor)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import warnings
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from pydantic import ValidationError
 
 from rollout.engine import Sampled, SampleRequest, Weights, weight_mark
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSettings, near_name
+from rollout.streams import EngineStream
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -33,36 +36,17 @@ class VLLMEngine:
         stop_ids: tuple[int, ...],
     ):
         num_threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
-        os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-        # Read when vLLM is imported: the engine core must live in this process to share its weights.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        if device.type == "cpu":
-            # vLLM would compile its sampler at the first reply: seconds, and a C++ compiler, for nothing gained.
-            # By the environment, since torch._dynamo.config holds for one thread only.
-            os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+        self._on_gpu = device.type == "cuda"
+        _prepare_import(self._on_gpu)
         from vllm import LLM
 
         self.device = device
         self.max_context_tokens = settings.max_context_tokens
         self.stop_ids = list(stop_ids)
-        self._on_gpu = device.type == "cuda"
         self._sleeps = settings.sleep and self._on_gpu
-        self._llm = LLM(
-            model=str(model_folder),
-            dtype=str(dtype).removeprefix("torch."),
-            seed=0,  # every request brings its own
-            distributed_executor_backend="external_launcher" if "RANK" in os.environ else None,
-            max_model_len=settings.max_context_tokens,
-            max_num_seqs=settings.max_concurrent_replies,
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",  # of the tempered distribution, as the trainer's are
-            disable_log_stats=True,
-            use_tqdm_on_load=False,
-            **(_gpu_arguments(settings) if self._on_gpu else _cpu_arguments(settings)),
-        )
+        self.stream = EngineStream(device)
+        with self.stream.current():  # on which it captures its graphs, to replay them there
+            self._llm = LLM(**_arguments(settings, model_folder, dtype, self._on_gpu), **settings.extra)
         self._engine = self._llm.llm_engine
         # vLLM lowers torch's threads while it starts, and its CPU worker takes the means to raise them away.
         torch.set_num_threads = set_num_threads
@@ -71,8 +55,7 @@ class VLLMEngine:
 
     def enter_thread(self) -> None:
         torch.set_num_threads(self._num_threads)  # a thread's own, in OpenMP
-        if self._on_gpu:
-            torch.cuda.set_device(self.device)
+        self.stream.enter()
 
     def add(self, key: int, request: SampleRequest) -> None:
         self._engine.add_request(str(key), {"prompt_token_ids": list(request.prompt_ids)}, self._params(request))
@@ -104,14 +87,16 @@ class VLLMEngine:
         asleep = self._sleeps and self._engine.is_sleeping()
         if asleep:
             torch.cuda.empty_cache()  # what the update freed, torch would keep from vLLM
+            torch.cuda.reset_peak_memory_stats(self.device)  # nor does it lie beside what comes now
             self._llm.wake_up(tags=["weights"])
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError(
-                "vLLM kept its prefix cache after a weight update: replies still run while weights change"
-            )
-        if asleep:
-            self._llm.wake_up(tags=["kv_cache"])
+        with self.stream.handed_over():
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError(
+                    "vLLM kept its prefix cache after a weight update: replies still run while weights change"
+                )
+            if asleep:
+                self._llm.wake_up(tags=["kv_cache"])
 
     def fingerprint(self) -> list[tuple[tuple[str, ...], float]]:
         return self._llm.apply_model(_fingerprint)[0]
@@ -122,6 +107,81 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+
+
+def _prepare_import(on_gpu: bool) -> None:
+    """What vLLM reads from the environment when it is imported."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    # The engine core must live in this process to share its weights.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if not on_gpu:
+        # vLLM would compile its sampler at the first reply: seconds, and a C++ compiler, for nothing gained.
+        # By the environment, since torch._dynamo.config holds for one thread only.
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
+
+
+SETTING = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "max_model_len": "engine.max_context_tokens",
+    "max_num_seqs": "engine.max_concurrent_replies",
+    "gpu_memory_utilization": "engine.gpu_memory_utilization",
+    "enforce_eager": "engine.eager",
+    "enable_sleep_mode": "engine.sleep",
+    "kv_cache_memory_bytes": "engine.cpu_kv_cache_gib",
+}
+"""What stands for an argument of vLLM's here."""
+
+ONE_GPU = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+def _arguments(settings: EngineSettings, model_folder: Path, dtype: torch.dtype, on_gpu: bool) -> dict[str, object]:
+    """What vLLM's engine is built with, but for `settings.extra`."""
+    return {
+        "model": str(model_folder),
+        "dtype": str(dtype).removeprefix("torch."),
+        "seed": 0,  # every request brings its own
+        "distributed_executor_backend": "external_launcher" if "RANK" in os.environ else None,
+        "max_model_len": settings.max_context_tokens,
+        "max_num_seqs": settings.max_concurrent_replies,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the tempered distribution, as the trainer's are
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    } | (_gpu_arguments(settings) if on_gpu else _cpu_arguments(settings))
+
+
+def check_extra(settings: EngineSettings, model_folder: Path, dtype: torch.dtype) -> None:
+    """Raises ValueError where vLLM does not know an argument in `engine.extra` or refuses its value, and where a setting
+    here decides it. Imports vLLM: seconds; nothing is loaded.
+    """
+    on_gpu = torch.cuda.is_available()
+    _prepare_import(on_gpu)
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = _arguments(settings, model_folder, dtype, on_gpu)
+    known = [field.name for field in fields(EngineArgs)]
+    for name in settings.extra:
+        if name in ONE_GPU:
+            raise ValueError(f"engine.extra.{name}: every rank has an engine of its own, on one GPU; remove it")
+        if name in arguments or name == "tokenizer":
+            remedy = f"set {SETTING[name]} instead" if name in SETTING else "it is fixed, remove it"
+            raise ValueError(f"engine.extra.{name}: is not for extra; {remedy}")
+        if name not in known:
+            raise ValueError(f"engine.extra.{name}: vLLM's engine has no such argument{near_name(name, known)}")
+    try:
+        # Not of torchrun's ranks yet: nobody has joined them.
+        EngineArgs(**arguments | {"distributed_executor_backend": None}, **settings.extra).create_engine_config()
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join((error.title, *map(str, fault["loc"])))
+        raise ValueError(f"engine.extra: vLLM refuses it: {where}: {fault['msg']}") from error
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"engine.extra: vLLM refuses it: {error}") from error
 
 
 def _gpu_arguments(settings: EngineSettings) -> dict[str, object]:

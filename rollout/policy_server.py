@@ -40,10 +40,10 @@ class PolicyServer:
     def __init__(self, settings: EngineSettings):
         address = Address(settings.base_url, read_key("engine", settings.api_key_env))
         self.where = f"engine.base_url: the policy's server at {address.shown}"
-        self.connection = address.connection
+        self.connection, self.route = address.connection, address.route
         self._present = presentable(address.secrets)
         self._root = self.connection["base_url"].rstrip("/").removesuffix("/v1")
-        self._client = openai.OpenAI(**self.connection)
+        self._client = openai.OpenAI(**self.connection, http_client=openai.DefaultHttpxClient(**self.route))
 
     def model(self) -> str:
         """What the server calls its model."""

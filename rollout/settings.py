@@ -7,6 +7,7 @@ one; `python -m launch.train --help` prints them all.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -57,6 +58,12 @@ class Section(BaseModel):
         return {} if value is None and is_section else value
 
 
+def near_name(name: str, known: Iterable[str]) -> str:
+    """The hint of an error: "; did you mean ...?" where one of `known` is like `name`, else nothing."""
+    found = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.5)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
 class DataSettings(Section):
     train: Path = Field(description="file; .parquet in the CollabLLM schema, or .jsonl")
     validation: Path | None = Field(None, description="file; held-out rows for evaluation")
@@ -104,6 +111,7 @@ class EngineSettings(ServedSection):
     cpu_kv_cache_gib: int = Field(1, ge=1, description="GiB; KV cache per rank on a CPU")
     sleep: bool = Field(True, description="free the engine's GPU memory during the update")
     eager: bool = Field(False, description="skip CUDA graphs; always so on a CPU")
+    extra: dict[str, Any] = Field({}, description="mapping; further arguments of vLLM's engine, by vLLM's names")
     base_url: str | None = Field(
         None, description="address of the policy's server, such as http://127.0.0.1:8000/v1 (kind: remote)"
     )
@@ -127,6 +135,10 @@ class EngineSettings(ServedSection):
         return self
 
 
+Parameter = Literal["chat_template_kwargs", "temperature", "response_format", "strict"]
+"""What plain OpenAI-compatible servers may refuse; `strict` is the schema's."""
+
+
 class EndpointSettings(ServedSection):
     """An OpenAI-compatible server that plays a role, or several that share its calls."""
 
@@ -137,13 +149,37 @@ class EndpointSettings(ServedSection):
     api_key_env: str | None = Field(None, description="environment variable that holds the key")
     temperature: float = Field(1.0, ge=0, description="sampling temperature")
     max_tokens: int = Field(512, ge=1, description="tokens; longest answer")
-    timeout_s: float = Field(120.0, gt=0, description="seconds; limit of one call")
-    max_attempts: int = Field(3, ge=1, description="tries per question, the first included")
-    max_concurrency: int = Field(64, ge=1, description="calls in flight per rank, at each address")
+    timeout_s: float = Field(
+        300.0, gt=0, description="seconds; limit of one call from its sending, several times what an answer takes"
+    )
+    max_attempts: int = Field(
+        3, ge=1, description="tries per question, without those at an overloaded server while it answers others"
+    )
+    max_concurrency: int = Field(
+        64, ge=1, description="calls in flight per rank at each address, at most; fewer where answers are late"
+    )
     max_requests_per_minute: int | None = Field(
         None, ge=1, description="requests per minute and rank, over all addresses, retries too; null: no limit"
     )
     thinking: bool = Field(False, description="let the model think (chat_template_kwargs.enable_thinking)")
+    max_tokens_name: Literal["max_tokens", "max_completion_tokens"] = Field(
+        "max_tokens", description="what the servers call max_tokens: max_tokens, or max_completion_tokens"
+    )
+    leave_out: tuple[Parameter, ...] = Field(
+        (),
+        description="list of parameters that the servers do not know, so not sent: " + ", ".join(get_args(Parameter)),
+    )
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds; servers that have answered nobody for so long have failed."""
+        return self.max_attempts * self.timeout_s
+
+    @model_validator(mode="after")
+    def _who_thinks_is_told_so(self) -> EndpointSettings:
+        if self.thinking and "chat_template_kwargs" in self.leave_out:
+            raise ValueError("thinking: true is said in chat_template_kwargs, which leave_out names; remove one")
+        return self
 
     @model_validator(mode="before")
     @classmethod

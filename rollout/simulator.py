@@ -13,14 +13,24 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rollout.answers import read_texts
+from rollout.llm_call import Question
 from rollout.llm_client import LLMClient
 from rollout.prompting import Prompt, visible
 from rollout.settings import UserSettings, UserVariant
 from rollout.types import Message, Scenario
 
 STOP_SIGNAL = "[[TERMINATE CHAT]]"
-_STOP = re.compile(r"\[+\s*(?i:terminate[\s_-]+chat)\s*\]*|TERMINATE[\s_-]+CHAT\s*\]*")
-"""What models make of it."""
+_ANY, _CAPITALS = r"(?i:terminate[\s_-]*chat)(?![^\W_])", r"TERMINATE[\s_-]*CHAT(?![^\W_])"
+_AROUND = r"""[*_`"'“”()<>{}]{0,8}"""
+_STOP = re.compile(
+    rf"""{_AROUND}(?<![^\W_])
+    (?: \[+\s* {_CAPITALS} \s*\]+ | \[\[+\s* {_ANY} \s*\]* | {_ANY} \s*\]\]+  # in brackets as nobody else writes
+      | (?: \[\s* {_ANY} | {_CAPITALS} ) \s*\]*                               # or else where a sentence ends
+        (?= {_AROUND} [.!]* (?: \s*\Z | [^\S\n]*\n | (?<=[.!])\s ) )
+    ) {_AROUND} [.!]*""",
+    re.VERBOSE,
+)
+"""What models make of it. Words that a sentence merely begins with ("TERMINATE CHAT buttons are ...") are none."""
 PROMPTS = Path(__file__).parent / "prompts"
 MOST_CHARACTERS_A_TOKEN = 8
 """On average over a message, in any language; an answer with more was not held to its token limit."""
@@ -47,17 +57,19 @@ class LLMUser:
 
     async def answer(self, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
         """The user's next message, never an empty one. Raises LLMError where the model gave no usable one."""
+        asked = self.question(scenario, messages)
+        said = (await self._client.ask(asked.messages, asked.schema, asked.validate, read=asked.read))["reply"]
+        return UserTurn(_STOP.sub("", said).strip(), satisfied=_STOP.search(said) is not None)
+
+    def question(self, scenario: Scenario, messages: Sequence[Message]) -> Question:
+        """What the model is asked."""
         prompt = self._prompt.fill(
             persona=scenario.persona,
             task_desc=scenario.task_desc,
             goal=scenario.goal,
             conversation=visible(messages),
         )
-        answer = await self._client.ask(
-            [{"role": "user", "content": prompt}], self._schema, self._refuse_no_message, read=read_texts
-        )
-        said = answer["reply"]
-        return UserTurn(_STOP.sub("", said).strip(), satisfied=_STOP.search(said) is not None)
+        return Question([{"role": "user", "content": prompt}], self._schema, self._refuse_no_message, read_texts)
 
     def _refuse_no_message(self, answer: dict[str, Any]) -> None:
         said, limit = answer["reply"], MOST_CHARACTERS_A_TOKEN * self._client.settings.max_tokens

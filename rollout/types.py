@@ -111,7 +111,7 @@ class Score:
     values: Mapping[str, float]
     """Component name → raw value, before weight and clamp."""
     failures: Mapping[str, str]
-    """Component name → why it could not be judged. A failed judgement is never a value."""
+    """Component name, or `user` → why it could not be judged. A failed judgement is never a value."""
     notes: Mapping[str, Any]
     """What is logged beside the score: word BLEU, the judge's sub-scores, the extracted document."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
+
+from rollout.role_check import SAMPLE_REPLY
 
 MODEL = "fake-model"
 
@@ -43,6 +46,11 @@ def says(answer: Any, **more: Any) -> Answer:
     return Answer(content=json.dumps(answer, ensure_ascii=False), **more)
 
 
+def is_check(body: dict[str, Any]) -> bool:
+    """Whether it is the question that a role's server is asked before a run."""
+    return SAMPLE_REPLY in body["messages"][0]["content"]
+
+
 class FakeEndpoint:
     """`answers` are sent in order, the last one for ever; a callable makes one from the request's body.
 
@@ -52,9 +60,15 @@ class FakeEndpoint:
     `most_at_once` is the largest number of them that were being answered at the same time.
     """
 
-    def __init__(self, *answers: Answer | Callable[[dict[str, Any]], Answer], models: Any = (MODEL,)):
+    def __init__(
+        self,
+        *answers: Answer | Callable[[dict[str, Any]], Answer],
+        models: Any = (MODEL,),
+        tls: ssl.SSLContext | None = None,
+    ):
         self.answers = list(answers)
         self.models = models
+        self.tls = tls
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.most_at_once = 0
@@ -77,6 +91,8 @@ class FakeEndpoint:
 
         self._server = _Server(("127.0.0.1", self._port), Handler)
         self._port = self._server.server_address[1]
+        if self.tls:
+            self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()
 
@@ -88,7 +104,7 @@ class FakeEndpoint:
 
     @property
     def base_url(self) -> str:
-        return f"http://127.0.0.1:{self._port}/v1"
+        return f"{'https' if self.tls else 'http'}://127.0.0.1:{self._port}/v1"
 
     def listing(self) -> Answer:
         if isinstance(self.models, Answer):
@@ -120,7 +136,8 @@ class _Server(ThreadingHTTPServer):
         self.stopped = threading.Event()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError):  # of a client that left: as the tests want
+        # Of a client that left, or that does not trust the certificate: as the tests want.
+        if not isinstance(sys.exc_info()[1], ConnectionError | ssl.SSLError):
             super().handle_error(request, client_address)
 
 

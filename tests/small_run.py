@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from grpo.recorder import read_rows
+from grpo.recorder import read_steps
 from tests.fake_endpoint import MODEL
 from tests.tiny import make_model
 from tests.torchrun import QUIET
@@ -91,7 +91,8 @@ class SmallRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return read_rows(self.folder / "metrics.jsonl")
+        """Of its steps."""
+        return read_steps(self.folder / "metrics.jsonl")
 
     def wait_until(self, happened: Callable[[], bool], timeout: float = 120) -> None:
         end = time.monotonic() + timeout

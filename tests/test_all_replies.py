@@ -36,6 +36,7 @@ class PlainPolicy:
         """Of each step."""
         self.num_passed = self.num_frozen = 0
         self._waiting = 0
+        self.causal_lm = network.causal_lm
 
     def logprobs(self, batch):
         return self.network(batch)
@@ -181,7 +182,7 @@ def test_two_updates_are_those_of_plain_torch_on_each_turn_alone(form, variant, 
         updater = updater_of(
             policy, budget, share_prompt=share_prompt, variant=variant, aggregate=aggregate, correction=correction
         )
-        updater.update(groups, ADVANTAGES, num_prompts=4)
+        updater.update(groups, ADVANTAGES)
         assert all(number == 1 if budget == 4096 else number > 1 for number in policy.num_micro_batches)
         for weight, wanted, before in zip(policy.network.parameters(), expected, start, strict=True):
             moved = (wanted - before).norm()
@@ -237,7 +238,7 @@ def test_first_replies_alone_are_trained_where_that_is_asked_for():
 def test_a_loss_over_samples_is_refused_where_one_does_not_fit_and_others_cut_it():
     groups = make_groups("rewritten")
     longest = max(len(reply.ids) for group in groups for talks in group.conversations_GC for reply in talks[0].replies)
-    update = lambda **loss: updater_of(PlainPolicy(make_network()), longest, **loss).update(groups, ADVANTAGES, 4)  # noqa: E731
+    update = lambda **loss: updater_of(PlainPolicy(make_network()), longest, **loss).update(groups, ADVANTAGES)  # noqa: E731
     update(variant="grpo")
     with pytest.raises(ValueError, match="max_tokens_per_micro_batch: .* is less than the sequences of one sample"):
         update(variant="gspo")
@@ -245,10 +246,10 @@ def test_a_loss_over_samples_is_refused_where_one_does_not_fit_and_others_cut_it
 
 def test_a_mini_batch_without_advantage_makes_no_step_but_keeps_its_place():
     groups, policy = make_groups("exact"), PlainPolicy(make_network())
-    metrics = updater_of(policy, 4096).update(groups, [[0.0] * 3, [0.0] * 3, *ADVANTAGES[2:]], 4)
+    metrics = updater_of(policy, 4096).update(groups, [[0.0] * 3, [0.0] * 3, *ADVANTAGES[2:]])
     assert metrics["update/optimizer_steps"] == len(policy.num_micro_batches) == policy.num_passed == 1
     before = [weight.clone() for weight in policy.network.parameters()]
-    metrics = updater_of(policy, 4096).update(groups, [[0.0] * 3] * 4, 4)
+    metrics = updater_of(policy, 4096).update(groups, [[0.0] * 3] * 4)
     assert metrics["update/optimizer_steps"] == 0 and policy.num_passed == 3 and "loss/policy" not in metrics
     assert all(map(torch.equal, before, policy.network.parameters()))
 
@@ -258,14 +259,14 @@ def test_a_batch_that_gets_one_update_is_computed_once():
         policy = PlainPolicy(make_network())
         updater = updater_of(policy, 4096)
         updater.mini_batch_prompts = mini_batch_prompts
-        updater.update(make_groups("exact"), ADVANTAGES, 4)
+        updater.update(make_groups("exact"), ADVANTAGES)
         assert policy.num_frozen == num_frozen
 
 
 def test_inputs_are_left_as_they_were():
     groups = make_groups("rewritten")
     before = copy.deepcopy(groups)
-    updater_of(PlainPolicy(make_network()), 4096).update(groups, ADVANTAGES, 4)
+    updater_of(PlainPolicy(make_network()), 4096).update(groups, ADVANTAGES)
     assert groups == before
 
 

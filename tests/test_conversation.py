@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from grpo.experience import play_and_score
+from grpo.experience import play_and_score, play_share, whole_groups
 from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rewards.settings import RewardSettings
@@ -120,6 +120,29 @@ def test_nobody_waits_for_another_and_judging_begins_when_a_conversation_ends():
         groups = asyncio.run(play_all(scorer, client))
     engine.close()
     assert [group.rewards_G[0].total for group in groups] == [0.5] * (1 + others)
+
+
+def test_groups_that_several_ranks_played_are_those_that_one_plays():
+    chat, engine = words_engine(lambda prompt, seed: WORDS[: 1 + seed % 7])
+    rollout = Rollout(RolloutSettings(user={"kind": "scripted"}), engine, chat, Recording([MORE] * 9))
+    scenarios = [(position, scenario(position)) for position in (0, 1, 5, 7)]
+    plan = RolloutPlan(group_size=4, continuations=2, temperature=1.0, run_seed=1, step=1)
+
+    def play_with(how, *dealt):
+        scorer = Scorer(RewardSettings(weights={"token_amount": -1.0}), chat, None, max_reply_tokens=40)
+        return asyncio.run(how(rollout, scorer, scenarios, plan, *dealt))
+
+    alone = play_with(play_and_score)
+    shares = [play_with(play_share, rank, 3) for rank in range(3)]
+    engine.close()
+    assert len({reply.token_ids for group in alone for reply in group.replies_G}) > 1
+    # A whole group each, and a part of the last one.
+    assert [[(part.position, len(part.rewards_G)) for part in share] for share in shares] == [
+        [(0, 4), (7, 1)],
+        [(1, 4), (7, 1)],
+        [(5, 4), (7, 2)],
+    ]
+    assert whole_groups(reversed(shares)) == alone
 
 
 def test_without_the_last_reply_the_judged_text_ends_on_the_user(parts):

@@ -18,7 +18,7 @@ from grpo.recorder import read_rows
 from launch import converse as command
 from launch.converse import choose, converse
 from launch.train import read_inputs
-from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says
+from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, is_check, says
 from tests.tiny import make_model
 
 GRADES = {name: {"reason": "fine", "score": 0.5} for name in ("asks", "engages", "advances")}
@@ -174,7 +174,7 @@ def test_held_out_prompts_are_played_as_an_evaluation_plays_them(config_file, tm
 def test_roles_are_counted_and_their_failures_told(config_file, shown):
     def user_answer(body):
         lost = "the goal of bees" in body["messages"][0]["content"]
-        return error(500) if lost else says({"current_answer": "", "thought": "", "reply": "bees"})
+        return error(500) if lost and not is_check(body) else says({"current_answer": "", "thought": "", "reply": "bees"})
 
     def judge_answer(body):
         return says({"asks": 2} if "about the roof" in body["messages"][0]["content"] else GRADES)
@@ -189,7 +189,8 @@ def test_roles_are_counted_and_their_failures_told(config_file, shown):
 
 
 def test_a_server_that_never_gives_a_usable_answer_makes_the_command_fail(config_file, run_command):
-    with FakeEndpoint(error(500, "too hot")) as user, FakeEndpoint(says(GRADES)) as judge:
+    answers = says({"reply": "Go on."}), error(500, "too hot")  # the first at the check
+    with FakeEndpoint(*answers) as user, FakeEndpoint(says(GRADES)) as judge:
         code, output, told = run_command("--config", config_file(**judged(user, judge)), "rollout.max_reply_tokens=200")
     assert code == 1 and "4 simulator_failed" in output.split("summary")[1]
     assert "error: no conversation could be judged (user: user: http_500" in told and "check the servers" in told

@@ -10,7 +10,10 @@ import pytest
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.mark.parametrize("module", ["grpo.advantages", "grpo.statistics", "launch.terminal", "rewards.scoring"])
+MODULES = ["grpo.advantages", "grpo.flops", "grpo.statistics", "launch.terminal", "rewards.scoring"]
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_docstring_examples(module):
     results = doctest.testmod(importlib.import_module(module), optionflags=OPTIONS)
     assert results.attempted > 0 and results.failed == 0

@@ -10,7 +10,7 @@ import torch
 
 from grpo.advantages import has_signal
 from grpo.background import LoopThread
-from grpo.collect import Collector, tables
+from grpo.collect import Collector, reward_tables
 from grpo.config import Config
 from grpo.config_file import load_config
 from rewards.scoring import Scorer, TooManyFailures
@@ -57,7 +57,7 @@ def collect(engine, max_rounds, **rewards):
         batch = Collector(config, rollout, scorer, scenarios, {}, ranks, runner).collect(step=1)
     groups, replaced = batch.groups, batch.replaced
     assert [group.position for group in groups] == list(range(PROMPTS))
-    signal_P = has_signal(*tables(groups, [[reward.total for reward in g.rewards_G] for g in groups], ranks))
+    signal_P = has_signal(*reward_tables(groups))
     return [group.scenario.row for group in groups], signal_P.tolist(), [group.scenario.row for group in replaced]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import time
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,20 @@ import pytest
 
 from grpo.config_file import load_config
 from rollout import llm_client
-from rollout.endpoints import MOST_BYTES, REST_S, Address, Balancer, Pace
+from rollout.endpoints import MOST_BYTES, REST_S, Address, Balancer, Clock, Pace
+from rollout.llm_call import Question
 from rollout.llm_client import LLMClient
+from rollout.role_check import check_role
 from rollout.settings import EndpointSettings
-from tests.asking import GOOD, ask, client_of, failure_of
+from tests.asking import GOOD, QUESTION, SCHEMA, ask, client_of, failure_of
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says
 
 QUICKSTART = Path("configs/quickstart.yaml")
 
 
-def addresses(number: int) -> list[Address]:
-    return [Address(f"http://host-{index}/v1", None) for index in range(number)]
+def balancer_of(number: int, max_in_flight: int = 8, clock: Clock = time.monotonic) -> Balancer:
+    addresses = [Address(f"http://host-{index}/v1", None) for index in range(number)]
+    return Balancer(addresses, max_in_flight, 100.0, clock)
 
 
 def test_an_answer_that_would_fill_the_memory_is_not_read_to_its_end():
@@ -37,8 +42,8 @@ def test_an_answer_that_would_fill_the_memory_is_not_read_to_its_end():
 
 
 def test_a_call_goes_to_the_least_busy_address_and_by_turns_where_they_are_equal():
-    one, two, three = servers = addresses(3)
-    balancer = Balancer(servers, max_in_flight=8)
+    balancer = balancer_of(3)
+    one, two, three = balancer.lanes
     assert [balancer.pick() for _ in range(4)] == [one, two, three, one]
     one.in_flight, two.in_flight, three.in_flight = 2, 1, 1
     assert [balancer.pick() for _ in range(3)] == [two, three, two]
@@ -47,8 +52,8 @@ def test_a_call_goes_to_the_least_busy_address_and_by_turns_where_they_are_equal
 
 
 def test_a_retry_goes_elsewhere_even_to_a_busier_address():
-    one, two = servers = addresses(2)
-    balancer = Balancer(servers, max_in_flight=8)
+    balancer = balancer_of(2)
+    one, two = balancer.lanes
     two.in_flight = 5
     assert balancer.pick(failed_at=[one]) is two
     assert balancer.pick(failed_at=[one, two]) is one  # failed once each: the less busy one
@@ -58,8 +63,8 @@ def test_a_retry_goes_elsewhere_even_to_a_busier_address():
 
 def test_an_address_that_failed_comes_after_the_others_for_a_while():
     now = 100.0
-    one, two = servers = addresses(2)
-    balancer = Balancer(servers, max_in_flight=8, clock=lambda: now)
+    balancer = balancer_of(2, clock=lambda: now)
+    one, two = balancer.lanes
     balancer.rest(one, 0.0)
     two.in_flight = 5
     assert balancer.pick() is two  # though the other is idle: it fails its calls at once
@@ -134,46 +139,6 @@ def test_every_try_of_every_question_takes_its_turn(pauses: list[float], monkeyp
     assert turns == [1.0, 2.0]  # the first goes at once, the second a second later, then the retry
 
 
-def test_check_accepts_a_server_that_has_the_model():
-    with FakeEndpoint(models=["other", MODEL]) as endpoint:
-        client_of(endpoint).check()
-
-
-def test_check_names_the_models_there_are_when_the_configured_one_is_missing():
-    with FakeEndpoint(models=["Qwen/A", "Qwen/B"]) as endpoint, pytest.raises(ValueError) as raised:
-        client_of(endpoint, model="Qwen/C").check()
-    for piece in ("rewards.judge.model", "'Qwen/C'", "Qwen/A, Qwen/B", endpoint.base_url):
-        assert piece in str(raised.value)
-
-
-def test_check_tells_of_every_address():
-    with FakeEndpoint() as good, FakeEndpoint(models=["other"]) as other, FakeEndpoint(models=error(503)) as down:
-        client = client_of(good, base_url=[other.base_url, good.base_url, down.base_url])
-        with pytest.raises(ValueError) as raised:
-            client.check()
-    first, second = str(raised.value).splitlines()
-    assert first.startswith("rewards.judge.model: 'fake-model' is not served") and other.base_url in first
-    assert second.startswith(f"rewards.judge.base_url: {down.base_url}: the server answered HTTP 503")
-
-
-@pytest.mark.parametrize(
-    ("listing", "piece"),
-    [
-        (Answer(raw=b"<html>", content_type="text/html"), "not an OpenAI-compatible server"),
-        (Answer(raw=b"{oops"), "not an OpenAI-compatible server"),
-        (Answer(raw=b"[]"), "not an OpenAI-compatible server"),
-        (Answer(raw=b'{"data": null}'), "not an OpenAI-compatible server"),
-        (error(503), "HTTP 503"),
-        (error(401), "rewards.judge.api_key_env"),
-        (error(404), "ends in /v1"),
-    ],
-)
-def test_check_says_what_is_wrong_with_the_server(listing: Answer, piece: str):
-    with FakeEndpoint(models=listing) as endpoint, pytest.raises(ValueError) as raised:
-        client_of(endpoint).check()
-    assert piece in str(raised.value) and f"rewards.judge.base_url: {endpoint.base_url}" in str(raised.value)
-
-
 def test_a_missing_key_variable_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     settings = EndpointSettings(base_url="http://127.0.0.1:1/v1", model=MODEL, api_key_env="JUDGE_KEY")
@@ -209,14 +174,21 @@ def test_neither_key_nor_password_is_ever_shown(what: str, way: str, monkeypatch
         how = {"api_key_env": "JUDGE_KEY"} if way == "key" else {"base_url": login}
         client = client_of(endpoint, max_attempts=2, **how)
         failure = failure_of(client)
-        with pytest.raises(ValueError) as raised:
-            client.check()
+        checked = outcome_of_check(client.settings)
         assert set(endpoint.keys) == {f"Bearer {secret}" if way == "key" else f"Basic {in_header}"}
-    shown = [str(failure), repr(failure), str(raised.value), repr(client), repr(client.counts), caplog.text]
+    shown = [str(failure), repr(failure), checked, repr(client), repr(client.counts), caplog.text]
     shown += [repr(client.settings), str(client.settings), client.settings.model_dump_json()]
-    shown += traceback.format_exception(failure) + traceback.format_exception(raised.value)
+    shown += traceback.format_exception(failure)
     secrets = {"Planted"} if way == "key" else {"Planted", in_header}
     assert not [text for text in shown for piece in secrets if piece in text]
+
+
+def outcome_of_check(settings: EndpointSettings) -> str:
+    """All that a check says: notes, or the error with its trace."""
+    try:
+        return str(check_role("judge", settings, Question(QUESTION, SCHEMA)))
+    except ValueError as error:
+        return "".join(traceback.format_exception(error))
 
 
 def test_a_password_is_shown_by_no_mistake_in_the_settings(tmp_path: Path):

@@ -69,11 +69,28 @@ def distance(one, other):
 
 def test_every_split_order_and_share_gives_the_gradient_of_plain_torch(gradients, plain):
     num_ranks, results = gradients
-    for case, (_, gradient) in results.items():
+    for case, (_, gradient, *_) in results.items():
         if case != "kl":
             assert distance(gradient, plain[0]) < 1e-5, case
     cut = [results[f"{number} micro-batches"][0] for number in program.BUDGETS]
     assert cut == ([1, 2, 4, 8] if num_ranks == 1 else [1, 1, 2, 4])
+
+
+def test_every_sample_is_trained_on_by_one_rank_and_groups_may_be_split(gradients):
+    num_ranks, results = gradients
+    group_of_sample = [group.position for group in program.groups() for reward in group.rewards_G if reward.valid]
+    for case, result in results.items():
+        if case == "kl":
+            continue
+        shares = result[2]
+        groups_by_rank = [{group_of_sample[sample] for sample in share} for share in shares]
+        assert sorted(sample for share in shares for sample in share) == list(range(15)), case
+        if case == "every group on every rank":
+            assert groups_by_rank == [{0, 1, 2, 3}] * num_ranks
+        elif case == "idle ranks":
+            assert groups_by_rank == [set()] * (num_ranks - 1) + [{0, 1, 2, 3}]
+        else:
+            assert all(groups_by_rank), case
 
 
 def test_the_kl_of_a_reply_is_summed_over_its_tokens_for_the_reward(gradients, plain):
@@ -106,7 +123,7 @@ def test_in_float64_one_rank_and_two_differ_by_rounding_alone(tmp_path):
     expected = results[0]["1 micro-batches"][1]
     assert expected.dtype == torch.float64 and expected.norm() > 0
     for result in results:
-        for case, (_, gradient) in result.items():
+        for case, (_, gradient, *_) in result.items():
             if case != "kl":
                 assert distance(gradient, expected) < 1e-9, case
 

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from rollout import llm_client
+from rollout.llm_call import Question
 from rollout.llm_client import LLMClient, LLMError
+from rollout.role_check import check_role
 from rollout.settings import EndpointSettings
 from tests.asking import GOOD, QUESTION, SCHEMA, ask, client_of, failure_of
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says
@@ -45,12 +47,12 @@ def test_a_server_error_is_asked_again_and_counted():
 
 
 def test_the_last_error_is_raised_after_max_attempts_and_counted_by_kind():
-    with FakeEndpoint(error(500), error(500), error(503, "still loading"), GOOD) as endpoint:
+    with FakeEndpoint(error(500), error(500), error(501, "not yet"), GOOD) as endpoint:
         client = client_of(endpoint, max_attempts=3)
         failure = failure_of(client)
         assert len(endpoint.requests) == 3
-    assert (failure.role, failure.kind) == ("judge", "http_503") and "still loading" in failure.detail
-    assert client.counts.retries == 2 and client.counts.failures == {"http_503": 1}
+    assert (failure.role, failure.kind) == ("judge", "http_501") and "not yet" in failure.detail
+    assert client.counts.retries == 2 and client.counts.failures == {"http_501": 1}
 
 
 def test_retry_after_is_waited_for(pauses: list[float]):
@@ -99,11 +101,11 @@ def test_what_a_retry_cannot_cure_fails_at_once(status: int):
     assert failure.kind == f"http_{status}" and "maximum context length is 4096" in failure.detail
 
 
-def test_a_slow_server_is_a_timeout():
+def test_a_server_that_answers_nobody_in_time_is_a_timeout_with_its_silence():
     with FakeEndpoint(says({"score": 1}, delay_s=0.5)) as endpoint:
         failure = failure_of(client_of(endpoint, timeout_s=0.1, max_attempts=2))
-        assert len(endpoint.requests) == 2
-    assert failure.kind == "timeout" and "0.1 s" in failure.detail
+        assert len(endpoint.requests) == 3  # the first is spared: for 0.2 s the server may be slow
+    assert failure.kind == "timeout" and "no answer in 0.1 s; nothing was answered by rewards.judge for 0." in failure.detail
 
 
 def test_waiting_for_a_free_slot_is_not_a_timeout():
@@ -116,12 +118,12 @@ def test_a_refused_connection_is_named():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}/v1"
-    settings = EndpointSettings(base_url=address, model=MODEL, max_attempts=2)
+    settings = EndpointSettings(base_url=address, model=MODEL, max_attempts=2, timeout_s=0.1)
     client = LLMClient("user", settings, backoff_s=0.001)
     failure = failure_of(client)
-    assert failure.kind == "connection" and client.counts.retries == 1
+    assert failure.kind == "connection" and client.counts.retries >= 1
     with pytest.raises(ValueError) as raised:
-        client.check()
+        check_role("user", settings, Question(QUESTION, SCHEMA))
     for piece in ("rollout.user.endpoint.base_url", address, "cannot reach", "launch/serve_roles.sh"):
         assert piece in str(raised.value)
 
@@ -145,6 +147,11 @@ def test_a_refused_connection_is_named():
         (says({}), "schema"),
         (says({"score": 0.5, "bonus": 1}), "schema"),
         (says([0.5]), "not_json"),
+        (says([{"score": 0.5}]), "not_json"),
+        (Answer('```json\n[{"score": 0.5}]\n```'), "not_json"),
+        (Answer('[1, {"score": 0.5}, 2]'), "not_json"),
+        (Answer('[{"score": 0.5}'), "not_json"),
+        (Answer('{"score": 0.5}]'), "not_json"),
         (Answer(raw=b"<html>gateway</html>", content_type="text/html"), "not_json"),
         (Answer(raw=b"{oops"), "not_json"),
         (Answer(raw=b"[1, 2]"), "not_json"),
@@ -181,7 +188,15 @@ def test_a_cut_answer_is_not_asked_for_again_where_it_would_be_the_same():
     assert (client.counts.retries, client.counts.failures) == (0, {"cut": 1})
 
 
-@pytest.mark.parametrize("text", ['```json\n{"score": 0.5}\n```', 'Here it is: {"score": 0.5} Bye.', '{"score":0.5}\n'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '```json\n{"score": 0.5}\n```',
+        'Here it is: {"score": 0.5} Bye.',
+        '{"score":0.5}\n',
+        '[judge] {"score": 0.5} [end]',
+    ],
+)
 def test_words_around_the_object_are_allowed(text: str):
     with FakeEndpoint(Answer(text)) as endpoint:
         assert ask(client_of(endpoint, max_attempts=1)) == [{"score": 0.5}]

@@ -22,6 +22,7 @@ from tests.small_run import SmallRun, prepare
 STEPS = 4
 OVERLAPPED = {
     "run__steps": STEPS,
+    "rollout__prompts_per_step": 3,  # two ranks split the third group
     "run__save_every": 1,
     "evaluation__every": 1,
     "rollout__overlap": "one_step",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from itertools import product
@@ -25,8 +26,9 @@ from transformers import (
 
 from grpo.attention import PackedAttention, choose_attention
 from grpo.logprobs import LogprobModel
-from grpo.packing import PADDING, TrainSequence, idle_batch, pack, plan_micro_batches
+from grpo.packing import PADDING, SEGMENTS, TrainSequence, idle_batch, pack, plan_micro_batches
 from grpo.prefix_attention import PrefixLayout, attend
+from tests.bench.bench_dealing import SHAPES
 
 TEMPERATURE = 0.7
 SMALL = {
@@ -110,13 +112,14 @@ def test_packed_and_padded_gradients_are_equal(config_class, recompute):
     prompts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7),
     multiple=st.sampled_from([1, 8]),
+    pair_cost=st.sampled_from([0.0, 1e-9]),
 )
-def test_prefix_attention_is_the_softmax_under_the_dense_mask(prompts, lengths, multiple):
-    """Any prompts and lengths, any padding: what the heads read, and the gradients, of attention written out."""
+def test_prefix_attention_is_the_softmax_under_the_dense_mask(prompts, lengths, multiple, pair_cost):
+    """Any prompts and lengths, in one row or a row for each prompt, any padding: what the heads read, and the gradients, of attention written out."""
     generator = torch.Generator().manual_seed(0)
     groups = [range(100 * number, 100 * number + length) for number, length in enumerate(prompts)]
     sequences = [sequence(groups[i % len(groups)], [5] * length, i) for i, length in enumerate(lengths)]
-    [rows] = plan_micro_batches(sequences, max_tokens=10_000)
+    [rows] = plan_micro_batches(sequences, max_tokens=10_000, pair_cost=pair_cost)
     batch = pack(rows, multiple)
     num_rows, length = batch.segment_RL.shape
 
@@ -141,7 +144,7 @@ def test_prefix_attention_is_the_softmax_under_the_dense_mask(prompts, lengths, 
 def test_replies_of_very_different_lengths_are_not_padded_to_the_longest():
     siblings = [sequence([1], [5] * length, number) for number, length in enumerate([100, 10, 9, 1])]
     layout = PrefixLayout.of(pack(plan_micro_batches(siblings, max_tokens=1000)[0]).segment_RL, torch.float32)
-    assert [(len(block.row_B), block.reply_length) for block in layout.blocks] == [(1, 100), (2, 10), (1, 1)]
+    assert [(len(block.prompt_B), block.reply_length) for block in layout.blocks] == [(1, 100), (2, 10), (1, 1)]
 
 
 def test_a_row_is_laid_out_as_the_drawing_says():
@@ -155,6 +158,22 @@ def test_a_row_is_laid_out_as_the_drawing_says():
     assert batch.sequence_N.tolist() == [0, 0, 0, 1, 1]
     mask = batch.attention_mask()[0, 0]
     assert mask[6].tolist() == [True, True, True, False, False, False, True, False]  # 7 sees the prompt and itself
+
+
+def test_a_micro_batch_is_one_row_where_pairs_cost_nothing_and_its_prompts_do_not_see_each_other():
+    [[row]] = plan_micro_batches(GROUPS, max_tokens=64)
+    batch = pack([row])
+    assert len(row) == batch.input_ids_RL.numel() == 4 + 3 + 1 + 5 + 2 + 2 + 4  # nothing twice, no padding
+    first, second = sorted(range(2), key=lambda number: -len(row.blocks[number][0].prompt_ids))
+    is_first_L = batch.segment_RL[0] // SEGMENTS == first
+    assert is_first_L.sum() == 13 and (batch.segment_RL[0] // SEGMENTS == second).sum() == 8
+    mask = batch.attention_mask()[0, 0]
+    assert not mask[is_first_L][:, ~is_first_L].any() and not mask[~is_first_L][:, is_first_L].any()
+    # A prompt sees itself, a reply its prompt and itself: by hand, of lengths 4 (3, 1, 5) and 2 (2, 4).
+    pairs = lambda length: length * (length + 1) // 2  # noqa: E731
+    assert mask.sum() == pairs(7) + 4 + pairs(1) + 4 * 5 + pairs(5) + pairs(4) + 2 * 4 + pairs(4)
+    padded = plan_micro_batches(GROUPS, max_tokens=64, pair_cost=1e-9)
+    assert [sorted(map(len, rows)) for rows in padded] == [[8, 13]]
 
 
 def test_every_sequence_lands_in_one_row_and_no_micro_batch_exceeds_the_budget():
@@ -236,9 +255,13 @@ def test_models_that_count_columns_get_one_sequence_per_row(config, reason):
 
 
 def test_the_block_mask_of_the_gpu_is_the_dense_mask():
-    prompt = tuple(range(5, 155))
-    lengths = (120, 200, 3, 260)  # replies begin, end and lie within blocks of 128 tokens
-    replies = [TrainSequence(prompt, (7,) * n, (0.0,) * n, number, 1.0, 1.0) for number, n in enumerate(lengths)]
+    prompts = tuple(range(5, 155)), tuple(range(5, 45))
+    # Replies begin, end and lie within blocks of 128 tokens, and so does the second prompt.
+    lengths = ((120, 0), (200, 0), (3, 0), (260, 0), (150, 1), (30, 1))
+    replies = [
+        TrainSequence(prompts[prompt], (7,) * n, (0.0,) * n, number, 1.0, 1.0)
+        for number, (n, prompt) in enumerate(lengths)
+    ]
     flex = PackedAttention("flex", 0.0, "flex_attention", "")
     (rows,) = plan_micro_batches(replies, max_tokens=2048, multiple=flex.row_multiple)
     batch = pack(rows, flex.row_multiple)
@@ -322,3 +345,56 @@ def test_an_idle_rank_has_no_gradient():
     batch = idle_batch()
     (model(batch)[0] * batch.weights_N).sum().backward()
     assert all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def sequences_of(works):
+    """A training sequence for each work; prompts differ in their first token."""
+    return [
+        TrainSequence((work.prompt,) * work.prompt_tokens, (9,) * work.own_tokens, (), number, 1.0, 1.0)
+        for number, work in enumerate(works)
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"pair_cost": 1e-3}, {"share_prompt": False}, {"multiple": 16}],
+    ids=["joined", "dense", "padded", "blocks"],
+)
+@pytest.mark.parametrize("num_ranks", [1, 3, 6, 70])
+def test_every_sequence_is_trained_on_by_one_rank(layout, num_ranks):
+    works = SHAPES["short"].draw(seed=1)
+    planned = [
+        plan_micro_batches(sequences_of(works), max_tokens=1500, rank=rank, num_ranks=num_ranks, **layout)
+        for rank in range(num_ranks)
+    ]
+    counts = Counter(one.number for rank in planned for rows in rank for row in rows for one in row.sequences)
+    assert counts == Counter(range(64))
+    assert max(len(rows) * max(map(len, rows)) for rank in planned for rows in rank) <= 1500
+    if not layout:
+        assert all(len(rows) == 1 for rank in planned for rows in rank)
+        tokens = [sum(len(row) for rows in rank for row in rows) for rank in planned]
+        assert num_ranks == 70 or max(tokens) <= 1.1 * sum(tokens) / num_ranks
+
+
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_the_sequences_of_a_sample_that_must_stay_whole_are_on_one_rank(share_prompt):
+    # Per-turn sequences of eight samples, each with three; alone they would be dealt apart.
+    sequences = [
+        TrainSequence((turn,) * 5, (9,) * (3 + sample), (), sample, 1.0, 1.0)
+        for sample in range(8)
+        for turn in range(3)
+    ]
+
+    def ranks_of_samples(whole_samples):
+        found = {}
+        for rank in range(4):
+            planned = plan_micro_batches(
+                sequences, max_tokens=60, share_prompt=share_prompt, whole_samples=whole_samples, rank=rank, num_ranks=4
+            )
+            for number, rows in enumerate(planned):
+                for one in (one for row in rows for one in row.sequences):
+                    found.setdefault(one.number, set()).add((rank, number))
+        return found
+
+    assert all(len(places) == 1 for places in ranks_of_samples(True).values())
+    assert any(len(places) > 1 for places in ranks_of_samples(False).values())

@@ -7,10 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
-from sacrebleu.tokenizers.tokenizer_re import TokenizerRegexp
 
-from rewards.bleu import bleu
 from rewards.interactivity import rubric
 from rewards.scoring import Scorer, check_failure_rate, combine, score_batch, soft_overlong
 from rewards.settings import RewardSettings, SoftOverlongSettings, TokenAmountSettings
@@ -29,49 +26,6 @@ def conversation(*said, ended="turn_limit", finish_reason="stop", failure=None):
     replies = tuple(Reply((1,), (2,), (0.0,), text, finish_reason) for text in said[::2])
     scenario = Scenario("test/0", (messages[0],), "goal", "task", "The hive is tied down.", "test", 0)
     return Conversation(scenario, 0, 0, tuple(messages), 1, replies, ended, failure=failure)
-
-
-# ── BLEU ──
-
-
-def test_identical_texts_score_one():
-    assert bleu("The hive hums.", "The hive hums.", "char") == pytest.approx(1)
-    assert bleu("The hive hums today.", "The hive hums today.", "word") == pytest.approx(1)
-
-
-def test_char_bleu_by_hand():
-    # "abcdx" against "abcde": 4/5 single characters, 3/4 pairs, 2/3 triples, 1/2 quadruples, equal lengths.
-    assert bleu("abcdx", "abcde", "char") == pytest.approx((4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
-
-
-def test_char_bleu_counts_whitespace():
-    # "ab cd" against "abcd": of its 5 characters 4 match; of its pairs ab, b␣, ␣c, cd two; no triple does.
-    assert bleu("ab cd", "abcd", "char") == 0
-    assert bleu("ab cde", "ab cde", "char") == pytest.approx(1)
-
-
-def test_a_short_document_pays_the_brevity_penalty():
-    # All its n-grams match; 5 characters for 10: exp(1 - 10/5).
-    assert bleu("abcde", "abcdefghij", "char") == pytest.approx(math.exp(-1))
-
-
-def test_word_bleu_keeps_no_texts():
-    for number in range(3):
-        bleu(f"The hive hums {number} times.", "The hive hums.", "word")
-    assert Tokenizer13a.__call__.cache_info().currsize == TokenizerRegexp.__call__.cache_info().currsize == 0
-
-
-def test_an_empty_document_scores_zero():
-    assert bleu("", "something", "char") == 0 and bleu("", "something", "word") == 0
-
-
-def test_unrelated_english_already_scores_a_third_of_char_bleu():
-    one = "Our hive sits eleven floors above the street, tied down with straps against the wind, and the bees come home yellow."
-    other = (
-        "The last train to the coast was full of people who had missed the first, and nobody seemed to mind very much."
-    )
-    assert 0.2 < bleu(one, other, "char") < 0.45
-    assert bleu(one, other, "word") < 0.1
 
 
 # ── interactivity ──

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewards.judge import CRITERIA
-from tests.fake_endpoint import MODEL, FakeEndpoint, error, says
+from tests.fake_endpoint import MODEL, FakeEndpoint, error, is_check, says
 from tests.small_run import SmallRun, prepare
 
 KEY, PASSWORD = "sk-planted-4711-key", "planted-0815-password"
@@ -18,7 +18,7 @@ class Talkative:
     def __call__(self, body):
         self.num_calls += 1
         is_user = "reply" in body["response_format"]["json_schema"]["schema"]["properties"]
-        if self.num_calls % 3:
+        if self.num_calls % 3 and not is_check(body):
             return error((500, 401)[self.num_calls % 3 - 1], f"{KEY if is_user else PASSWORD} is no good")
         if is_user:
             return says({"current_answer": "", "thought": "", "reply": "please say what bees want"})

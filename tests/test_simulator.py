@@ -230,18 +230,55 @@ def test_an_unusable_message_is_asked_for_again_and_then_an_error(unusable: Answ
         "[[Terminate Chat]]",
         "[terminate-chat]",
         "[[TERMINATE  CHAT]]",
+        "[[TERMINATECHAT]]",
+        "[[terminate\nchat]]",
+        "[[ TERMINATE CHAT ]].",
+        "[[TERMINATE CHAT",
+        "TERMINATE CHAT]]",
+        "TERMINATECHAT",
+        "TERMINATE CHAT.",
+        "**[[TERMINATE CHAT]]**",
+        "_TERMINATE CHAT_",
+        "`TERMINATE_CHAT`",
+        "(TERMINATE CHAT)",
     ],
 )
 def test_a_stop_signal_that_is_not_spelt_to_the_letter_still_ends_the_chat(signal: str):
-    scenario = scenario_of()
-    with FakeEndpoint(reply(f"Thanks! {signal}")) as endpoint:
-        assert answer(user_of(endpoint), scenario, scenario.messages) == UserTurn("Thanks!", satisfied=True)
+    assert said(f"Thanks! {signal}") == UserTurn("Thanks!", satisfied=True)
 
 
-def test_a_user_that_speaks_of_ending_a_chat_does_not_end_it():
+@pytest.mark.parametrize(
+    "text",
+    ["[[TERMINATE CHAT]] Thanks!", "[[TerminateChat]]! Thanks!", "[TERMINATE CHAT] Thanks!", "TERMINATE CHAT\nThanks!"],
+)
+def test_a_stop_signal_may_come_before_the_goodbye(text: str):
+    assert said(text) == UserTurn("Thanks!", satisfied=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "How do I terminate chat sessions in the app?",
+        "TERMINATE CHATTER app, please",
+        "TERMINATECHATTER app, please",
+        "TERMINATE CHAT buttons should be red.",
+        "TERMINATE CHAT, then what?",
+        "How do I TERMINATE CHAT?",
+        "Please terminate chat.",
+        "Write about DETERMINATE CHAT",
+        "The title is [[TERMINATE CHATTER]]",
+        "Add a [Terminate chat] button",
+        "See [terminate chat sessions](http://app/help)",
+    ],
+)
+def test_a_user_that_speaks_of_ending_a_chat_does_not_end_it(text: str):
+    assert said(text) == UserTurn(text, satisfied=False)
+
+
+def said(text: str) -> UserTurn:
     scenario = scenario_of()
-    with FakeEndpoint(reply("How do I terminate chat sessions in the app?")) as endpoint:
-        assert not answer(user_of(endpoint), scenario, scenario.messages).satisfied
+    with FakeEndpoint(reply(text)) as endpoint:
+        return answer(user_of(endpoint, max_attempts=1), scenario, scenario.messages)
 
 
 @pytest.mark.parametrize("goal", ['{"a": {}} {goal} {0}', "costs $5, ${conversation} $$", '"a" \\ line\nand < more'])

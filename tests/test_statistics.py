@@ -5,7 +5,7 @@ import math
 import pytest
 
 from grpo.policy import lr_factor
-from grpo.statistics import paired_difference
+from grpo.statistics import mean_interval, paired_difference, student_975
 
 
 def test_paired_difference_by_hand():
@@ -22,6 +22,19 @@ def test_equal_changes_have_no_t():
 def test_unpaired_items_are_refused():
     with pytest.raises(ValueError, match="not 2 and 1"):
         paired_difference([1, 2], [1])
+
+
+def test_an_interval_by_hand():
+    half = 4.302653 / math.sqrt(3)
+    assert mean_interval([1, 2, 3]) == (2, pytest.approx(2 - half), pytest.approx(2 + half))
+    with pytest.raises(ValueError, match="two items or more"):
+        mean_interval([1])
+
+
+def test_quantiles_of_students_t_are_those_of_its_table():
+    table = {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 5: 2.5706, 10: 2.2281, 31: 2.0395, 99: 1.9842}
+    for degrees, t in table.items():
+        assert student_975(degrees) == pytest.approx(t, rel=1.5e-3), degrees
 
 
 def test_warm_up_rises_and_schedules_fall_to_zero_after_the_last_step():

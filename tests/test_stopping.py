@@ -16,7 +16,7 @@ from grpo.config import BudgetSettings
 from grpo.config_file import load_config
 from grpo.recorder import read_rows
 from grpo.stopping import StopSignals, used_up
-from tests.fake_endpoint import FakeEndpoint, error, says
+from tests.fake_endpoint import FakeEndpoint, error, is_check, says
 from tests.small_run import SmallRun, prepare
 
 ANSWER = says({"current_answer": "", "thought": "", "reply": "please say what bees want in winter"})
@@ -97,13 +97,13 @@ def test_a_rank_that_dies_takes_the_others_down_instead_of_asking_them_to_finish
 
 
 def test_a_user_that_always_fails_ends_all_ranks_with_the_first_three_errors_and_saves_nothing(tmp_path):
-    faults = itertools.cycle([error(500, "too hot"), error(503, "too busy"), says({"reply": " "})])
-    with FakeEndpoint(lambda body: next(faults)) as user:
+    faults = itertools.cycle([error(500, "too hot"), error(501, "too busy"), says({"reply": " "})])
+    with FakeEndpoint(lambda body: ANSWER if is_check(body) else next(faults)) as user:
         config = prepare(tmp_path, user.base_url, rollout__group_size=16, rollout__user__endpoint__max_attempts=1)
         with SmallRun(config, num_ranks=2) as run:
             assert run.wait() == 1, run.output
             assert not run.processes()
-    for told in ("user: http_500: ", "too hot", "user: http_503: ", "too busy", "user: schema: "):
+    for told in ("user: http_500: ", "too hot", "user: http_501: ", "too busy", "user: schema: "):
         assert told in run.output
     assert "conversations could not be judged (rewards.max_failure_rate: 0.1)" in run.output
     assert "Check that the servers of rollout.user and rewards.judge answer" in run.output
@@ -134,7 +134,7 @@ def test_a_budget_ends_the_run_after_the_step_that_used_it_up_as_a_success(tmp_p
         with SmallRun(config) as run:
             assert run.wait() == 0, run.output
             assert not run.processes()
-        num_calls = len(user.requests)
+        num_calls = len(user.requests) - 1  # the first was the check before the run
     totals = [row["total/user/prompt_tokens"] + row["total/user/completion_tokens"] for row in run.metrics]
     assert all(total < 60 for total in totals[:-1]) and totals[-1] >= 60
     assert sum(row["user/calls"] for row in run.metrics) == run.metrics[-1]["total/user/calls"] == num_calls
@@ -150,7 +150,7 @@ def test_what_was_sampled_ahead_is_trained_on_before_a_budget_ends_the_run(tmp_p
         with SmallRun(config) as run:
             assert run.wait() == 0, run.output
     totals = [row["total/user/prompt_tokens"] + row["total/user/completion_tokens"] for row in run.metrics]
-    assert all(total < 60 for total in totals[:-2]) and totals[-2] == totals[-1] == 10 * len(user.requests)
+    assert all(total < 60 for total in totals[:-2]) and totals[-2] == totals[-1] == 10 * (len(user.requests) - 1)
     assert f"is used up ({totals[-1]:.0f} tokens); {len(totals)} of 50" in run.output
 
 

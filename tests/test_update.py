@@ -42,12 +42,11 @@ def test_the_kl_is_taken_from_the_reward_before_replies_are_compared():
     )
     trainer = SimpleNamespace(
         config=config,
-        ranks=Alone(0, 1, torch.device("cpu")),
         updater=SimpleNamespace(reply_kl=lambda groups: ([[1.0, 3.0], [1.0, 3.0]], 0.25)),
     )
-    own, kl, mean = Trainer.advantages(trainer, groups)
+    advantages, kl, mean = Trainer.advantages(trainer, groups)
     # 1 - 0.1 and 0 - 0.3: 0.6 on both sides of their mean. Rewards that are equal stay no signal, whatever the KL.
-    assert own[0] == pytest.approx([0.6, -0.6]) and own[1] == [0.0, 0.0]
+    assert advantages[0] == pytest.approx([0.6, -0.6]) and advantages[1] == [0.0, 0.0]
     assert kl == [[1.0, 3.0], [1.0, 3.0]] and mean == 0.25
 
 
@@ -87,8 +86,8 @@ def in_plain_torch(model):
 
     for _ in range(program.STEPS):
         with torch.no_grad():
-            old = {(p, g): logprobs(policy, replies[p][g]) for p in range(4) for g in range(3)}
-        for positions in ((0, 1), (2, 3)):
+            old = {(p, g): logprobs(policy, replies[p][g]) for p in range(program.NUM_PROMPTS) for g in range(3)}
+        for positions in ((0, 1), (2, 3), (4, 5)):
             members = [(p, g) for p in positions for g in range(3) if program.is_valid(p, g)]
             num_tokens = sum(len(replies[p][g].token_ids) for p, g in members)
             total = 0.0
@@ -142,7 +141,7 @@ def test_one_rank_ends_at_the_weights_of_plain_torch(model, one_rank):
     state, metrics = one_rank["0/float32"]
     assert distance(state, in_plain_torch(model)) < 1e-4
     assert distance(state, AutoModelForCausalLM.from_pretrained(model).state_dict()) > 1e-2  # and it did move
-    assert [m["update/optimizer_steps"] for m in metrics] == [2, 2]
+    assert [m["update/optimizer_steps"] for m in metrics] == [3, 3]
 
 
 @pytest.mark.parametrize("case", [*(f"{stage}/float32" for stage in range(4)), "3/float32/checkpointed"])

@@ -16,7 +16,7 @@ from grpo.config import Config, DeepSpeedSettings, LossSettings, ModelSettings, 
 from grpo.experience import Group
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
-from grpo.recorder import read_rows
+from grpo.recorder import read_steps
 from grpo.update import Updater
 from launch.train import check_inputs, run_training
 from rewards.scoring import ReplyReward
@@ -75,7 +75,7 @@ def _update(updater: Updater, model: Path, shape: Shape, *, timed: int, memory: 
         for seconds in phases.values():
             seconds.clear()
         meter.start(trim=number > timed)
-        metrics.append(updater.update(groups, advantages_PG, shape.prompts))
+        metrics.append(updater.update(groups, advantages_PG))
         meter.stop()
         if 1 <= number <= timed:
             figures.append({name: sum(seconds) for name, seconds in phases.items()} | {"all": meter.last["seconds"]})
@@ -168,7 +168,7 @@ def step(model: Path, shape: Shape) -> dict[str, float]:
             }
         )
         run_training(config, check_inputs(config))
-        row = read_rows(Path(folder, "bench", "metrics.jsonl"))[-1]
+        row = read_steps(Path(folder, "bench", "metrics.jsonl"))[-1]
     names = {"seconds": "time/step", "reply_tokens_mean": "reply/length_mean", "grad_norm": "update/grad_norm"}
     names |= {name: f"time/{name}" for name in ("rollout", "update", "sync")}
     return {name: row[metric] for name, metric in names.items()}

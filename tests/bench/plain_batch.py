@@ -14,6 +14,7 @@ import torch
 
 from rollout.chat import Chat
 from rollout.conversation import Rollout, RolloutPlan
+from rollout.cores import leave_cores
 from rollout.engine import Sampled, SampleRequest, SharedEngine
 from rollout.engine_vllm import VLLMEngine, _sampled
 from rollout.settings import EngineSettings, RolloutSettings
@@ -51,9 +52,10 @@ class Endless(VLLMEngine):
         return finished
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[Sampled]:
-        """All of them in one plain batch."""
+        """All of them in one plain batch, on the calling thread, which leaves the cores to the engine's afterwards."""
         prompts = [{"prompt_token_ids": list(request.prompt_ids)} for request in requests]
         outputs = self._llm.generate(prompts, [self._params(request) for request in requests], use_tqdm=False)
+        leave_cores()
         return [_sampled(output) for output in outputs]
 
     def forget(self) -> None:

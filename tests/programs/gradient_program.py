@@ -1,20 +1,23 @@
-"""The gradient of one optimizer step, however the batch is cut and whichever ranks hold it.
+"""The gradient of one optimizer step, however the batch is cut and dealt to the ranks.
 
     torchrun --nproc_per_node N -m tests.programs.gradient_program MODEL OUT DTYPE
 
-Saves {case: (number of micro-batches of the main rank, flat gradient)} to OUT, and under "kl" the KL of every
-reply, [P][G], with its mean over tokens.
+Saves {case: (number of micro-batches, flat gradient, samples that each rank trained on)} to OUT, and under "kl" the KL
+of every reply, [P][G], with its mean over tokens.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from grpo import packing
 from grpo.config import DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
+from grpo.dealing import Work, deal_in_rounds
 from grpo.experience import Group
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks, end_process
@@ -26,7 +29,7 @@ TEMPERATURE = 0.8
 LOSS = LossSettings(
     aggregate="seq_mean_token_mean", kl_coef=0.1, kl_estimator="k3", entropy_coef=0.01, correction="token"
 )
-BUDGETS = {1: 4096, 2: 70, 4: 35, 8: 25}
+BUDGETS = {1: 4096, 2: 70, 4: 36, 8: 24}
 """Tokens of a micro-batch that cut the batch of one rank into so many."""
 
 
@@ -43,6 +46,15 @@ def groups() -> list[Group]:
 
 
 ADVANTAGES = [[1.0, -1.0, 0.5, -0.5], [0.25, 0.0, 0.75, -1.0], [2.0, 0.0, -1.0, -1.0], [-0.1, 0.1, 0.3, -0.3]]
+
+
+def in_turn(works: Sequence[Work], num_ranks: int, most_tokens: int) -> list[list[list[int]]]:
+    """As `deal_in_rounds`, with no regard for prompts or costs."""
+    return [[[*range(rank, len(works), num_ranks)]] for rank in range(num_ranks)]
+
+
+def all_to_the_last(works: Sequence[Work], num_ranks: int, most_tokens: int) -> list[list[list[int]]]:
+    return [[] for _ in range(num_ranks - 1)] + deal_in_rounds(works, 1, most_tokens)
 
 
 class Recording(Policy):
@@ -77,14 +89,13 @@ def main() -> None:
             weight.mul_(0.9)
 
     whole = groups()
-    even = [group for group in whole if group.position % ranks.world_size == ranks.rank]
-    cases = {f"{n} micro-batches": (budget, True, even) for n, budget in BUDGETS.items()}
-    cases["padded"] = (64, False, even)
-    cases["other order"] = (70, True, even[::-1])
-    cases["uneven shares"] = (70, True, whole[:1] if ranks.rank else whole[ranks.world_size - 1 :])
-    cases["an idle rank"] = (70, True, [] if ranks.rank else whole)
+    cases = {f"{n} micro-batches": (budget, True, whole, deal_in_rounds) for n, budget in BUDGETS.items()}
+    cases["padded"] = (64, False, whole, deal_in_rounds)
+    cases["other order"] = (70, True, whole[::-1], deal_in_rounds)
+    cases["every group on every rank"] = (4096, True, whole, in_turn)
+    cases["idle ranks"] = (70, True, whole, all_to_the_last)
     results = {}
-    for case, (budget, share_prompt, own) in cases.items():
+    for case, (budget, share_prompt, given, packing.deal_in_rounds) in cases.items():
         updater = Updater(
             policy,
             reference,
@@ -95,14 +106,15 @@ def main() -> None:
             max_gap=float("inf"),
             ranks=ranks,
         )
-        counted = []
+        planned = []
         plan = updater._plan
-        updater._plan = lambda sequences: counted.append(plan(sequences)) or counted[-1]
-        updater.update(own, [ADVANTAGES[g.position] for g in own], 4)
-        results[case] = (len(counted[0].micro_batches), policy.gradient)
-    kl_PG, mean_kl = updater.reply_kl(even)
-    shares = ranks.gather([(group.position, kl_G) for group, kl_G in zip(even, kl_PG, strict=True)])
-    results["kl"] = [kl_G for _, kl_G in sorted(row for share in shares for row in share)], mean_kl
+        updater._plan = lambda sequences: planned.append(plan(sequences)) or planned[-1]
+        updater.update(given, [ADVANTAGES[group.position] for group in given])
+        [mini_batch] = planned
+        own = [batch for batch, is_own in zip(mini_batch.micro_batches, mini_batch.is_own, strict=True) if is_own]
+        samples = {number for batch in own for number in batch.sequence_N.tolist()}
+        results[case] = len(mini_batch.micro_batches), policy.gradient, ranks.gather(samples)
+    results["kl"] = updater.reply_kl(whole)
     if ranks.is_main:
         torch.save(results, out)
     ranks.leave()

@@ -76,10 +76,11 @@ def main() -> None:
         total_steps=100,
         ranks=ranks,
     )
-    engine = build_engine(
-        EngineSettings(kind=kind, max_context_tokens=128), model, torch.float32, ranks.device, chat.stop_ids
-    )
+    settings = EngineSettings(kind=kind, max_context_tokens=128, extra={"max_logprobs": 7})
+    engine = build_engine(settings, model, torch.float32, ranks.device, chat.stop_ids)
     results = {"engine": engine.name}
+    if kind == "vllm":
+        assert engine._llm.llm_engine.model_config.max_logprobs == 7
     push_weights(policy.weights(), engine)
     sequences = sample(engine, chat, range(8))
     results["same_seed_same_text"] = [s.response_ids for s in sample(engine, chat, [3, 9])][0] == sequences[
