@@ -56,7 +56,7 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
     first = conversation.first_reply
     opening = _words(conversation.opening)
     asks, counted = question_value(first, opening)
-    if len(conversation.replies) == 1 and first.finish_reason != "length":
+    if len(conversation.replies) == 1 and not first.cut:
         return asks, counted
     later = conversation.replies[1:]
     if not asks:
@@ -118,7 +118,7 @@ def _used(conversation: Conversation, opening: list[str]) -> float:
     last = conversation.replies[-1]
     stated = [sentence for sentence in _sentences(last.text) if not asks_something(sentence)]
     share = len(told & _content_stems(_words(" ".join(stated)))) / len(told)
-    return min(1.0, share / ALL_TOLD) * (UNFINISHED if last.finish_reason == "length" else 1.0)
+    return min(1.0, share / ALL_TOLD) * (UNFINISHED if last.cut else 1.0)
 
 
 def _last_reply(conversation: Conversation) -> int:
