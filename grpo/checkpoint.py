@@ -8,6 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from grpo.policy import Policy
+from rollout.files import share_as_folder
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -36,6 +37,7 @@ class ModelWriter:
                 (part / GENERATION_CONFIG).write_bytes(self._generation_config)
             else:  # an empty one would hide the end of sequence that config.json names
                 (part / GENERATION_CONFIG).unlink(missing_ok=True)
+            share_as_folder(part)
             shutil.rmtree(folder, ignore_errors=True)
             part.rename(folder)
         self._policy.ranks.gather(None)  # nobody goes on before it is there
