@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from grpo.disk import NotWritten, flush_folder, free_bytes, in_words, is_disk_fault
 from grpo.policy import Policy
+from rollout.files import share_as_folder
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -55,6 +56,7 @@ class ModelWriter:
                 (part / GENERATION_CONFIG).write_bytes(self._generation_config)
             else:  # an empty one would hide the end of sequence that config.json names
                 (part / GENERATION_CONFIG).unlink(missing_ok=True)
+            share_as_folder(part)
             flush_folder(part)
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)

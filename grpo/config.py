@@ -131,6 +131,12 @@ class UpdateSettings(Section):
     max_tokens_per_micro_batch: int = Field(
         8192, ge=2, description="tokens; padding included, of one forward pass on one rank"
     )
+    max_logp_gap: float | None = Field(
+        None,
+        gt=0,
+        description="nats; mean gap between sampler's and trainer's log-probs that stops the run; null: 0.05 in "
+        "bfloat16, in float32 0.001 on a CPU and 0.01 on a GPU",
+    )
     share_prompt: bool = Field(True, description="compute a group's prompt once; false: one sequence per row, padded")
 
 
@@ -148,6 +154,10 @@ class OptimizerSettings(Section):
 
 class DeepSpeedSettings(Section):
     stage: Literal[0, 1, 2, 3] = Field(3, description="ZeRO stage: what is sharded over the ranks (0: nothing)")
+    communication_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="of gradients on their way between ranks; bfloat16: half as much to send, rounded before it adds up",
+    )
     extra: dict[str, Any] = Field(
         {}, description="mapping; further keys of DeepSpeed's configuration of the policy, by DeepSpeed's names"
     )

@@ -1,8 +1,11 @@
 """The policy and the reference under DeepSpeed. The only file that imports DeepSpeed.
 
-DeepSpeed averages gradients over ranks, and would divide by the number of micro-batches. Our token
-weights already hold the denominators of the whole optimizer step, so the loss is multiplied by the
-world size and the division by micro-batches is turned off.
+DeepSpeed would average gradients over ranks and micro-batches. Our token weights already hold the denominators of the
+whole optimizer step, so gradients are summed; where DeepSpeed can only average over ranks (stage 3), the loss is
+multiplied by their number.
+
+In bfloat16 one backward pass gives gradients of bfloat16. From there on, over micro-batches, ranks and the optimizer,
+they are float32 at every stage.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from grpo.attention import PackedAttention, choose_attention
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
+from grpo.constants import Constants, check_constants, plain_constants
 from grpo.deepspeed_extra import Watched, with_extra
 from grpo.lean import keep_less
 from grpo.logprobs import LogprobModel
@@ -38,6 +42,9 @@ from rollout.weight_names import stored_together, stored_weights
 BUCKET_BYTES = 256 * 1024**2
 """Most weights that are whole at once while a sharded model is gathered."""
 
+REDUCE_BUCKET = 10**8
+"""Gradients on their way between ranks at once: copies of 0.4 GiB each in float32."""
+
 MICRO_BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 """Nominal, DeepSpeed wants some: micro-batches are ours, and their number changes from step to step."""
 
@@ -46,6 +53,8 @@ if not torch.cuda.is_available():
     # It would try compilers for each of its kernels, and then compile a shared-memory collective for CPUs: minutes, and
     # gloo serves as well. This takes the place of what it would find out the first time it looks.
     deepspeed.ops.__compatible_ops__ = {}
+# Stage 1 in bfloat16 would print the memory at every turn of its start.
+deepspeed.runtime.bf16_optimizer.see_memory_usage = lambda *_, **__: None
 
 
 class Policy:
@@ -70,7 +79,7 @@ class Policy:
         self.num_skipped_in_a_row = 0
         self.dtype = getattr(torch, model.dtype)
         config = deepspeed_config(model, optimizer, zero)
-        causal_lm, self.attention = _load(model, config, zero.stage, ranks.device)
+        causal_lm, self.attention, plain = _load(model, config, zero.stage, ranks.device)
         self.tied = bool(causal_lm.config.tie_word_embeddings)
         if model.gradient_checkpointing:
             causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -87,10 +96,13 @@ class Policy:
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=module, optimizer=adamw, config=config, dist_init_required=False
         )
-        if ranks.world_size == 1 and zero.stage == 0:
-            self.engine.enable_backward_allreduce = False  # alone, it would copy all gradients to average them
+        if zero.stage == 0:
+            self.engine.enable_backward_allreduce = False  # `_sum_over_ranks` does
+            for parameter in self._trained() if self.dtype == torch.bfloat16 else []:
+                parameter.grad_dtype = torch.float32  # what autograd adds its gradients up in
         _claim_averages(adamw, getattr(self.optimizer, "fp32_partitioned_groups_flat", None))
         self.engine.train()
+        check_constants(self.causal_lm, plain)
 
     @property
     def causal_lm(self) -> torch.nn.Module:
@@ -107,8 +119,22 @@ class Policy:
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Accumulates the gradient of this rank's share of the step's loss; `is_last` before `step`."""
+        stage = self.engine.zero_optimization_stage()
         self.engine.set_gradient_accumulation_boundary(is_last)
-        self.engine.backward(loss * self.ranks.world_size, scale_wrt_gas=False)
+        self.engine.backward(loss * self.ranks.world_size if stage == 3 else loss, scale_wrt_gas=False)
+        if is_last and stage == 0:
+            self._sum_over_ranks()
+
+    def _sum_over_ranks(self) -> None:
+        """Of the whole gradients that stage 0 has."""
+        for parameter in self._trained():
+            if parameter.grad is None:  # not part of the loss this time: it decays all the same
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        if self.ranks.world_size > 1:  # alone, it would copy them
+            self.engine.allreduce_gradients()
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
 
     def step(self) -> tuple[float, float]:
         """One optimizer step: (gradient norm before clipping, learning rate).
@@ -140,11 +166,7 @@ class Policy:
             self.engine.step()  # skips by itself where the norm is not finite
             return float(self.engine.get_global_grad_norm())
         # Stage 0 has no such check: its gradients are whole and reduced here, so look before stepping.
-        parameters = [parameter for parameter in self.engine.module.parameters() if parameter.requires_grad]
-        for parameter in parameters:
-            if parameter.grad is None:  # not part of the loss this time: it decays all the same, as on several ranks
-                parameter.grad = torch.zeros_like(parameter)
-        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]).item()
+        norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in self._trained()]).item()
         if math.isfinite(norm):
             self.engine.step()
         else:
@@ -189,12 +211,14 @@ class Reference:
     def __init__(self, model: ModelSettings, zero: DeepSpeedSettings, *, temperature: float, ranks: Ranks):
         stage = 3 if zero.stage == 3 else 0  # without an optimizer only the weights are left to shard
         config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": model.dtype == "bfloat16"}} | MICRO_BATCH
-        causal_lm, attention = _load(model, config, stage, ranks.device)
+        causal_lm, attention, plain = _load(model, config, stage, ranks.device)
         module = LogprobModel(causal_lm.requires_grad_(False), attention, temperature).eval()
         if stage == 3:
             self.module, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
         else:
             self.module = module.to(ranks.device)
+        self.causal_lm = causal_lm
+        check_constants(causal_lm, plain)
 
     @torch.no_grad()
     def logprobs(self, batch: PackedBatch) -> torch.Tensor:
@@ -203,16 +227,23 @@ class Reference:
 
 
 def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings) -> dict[str, Any]:
-    # Micro-batches add up in float32 where gradients are sharded; DeepSpeed has no such thing at stage 0 in bf16.
-    wide = {"data_types": {"grad_accum_dtype": "fp32"}} if zero.stage >= 2 else {}
+    # Stage 0 has no such thing as grad_accum_dtype: there autograd adds up in float32 (Policy).
+    wide = {"data_types": {"grad_accum_dtype": "fp32"}} if zero.stage >= 1 else {}
+    # An average is divided before it is widened for the way (stage 2), and rounds twice.
+    summed = {"gradient_allreduce_op": "sum"} if zero.stage < 3 else {}
     ours = (
         MICRO_BATCH
         | wide
+        | summed
         | {
-            "zero_optimization": {"stage": zero.stage},
+            "zero_optimization": {"stage": zero.stage, "reduce_bucket_size": REDUCE_BUCKET},
             "zero_allow_untested_optimizer": True,
-            # Without check_grad_overflow, stages 1 and 2 take a step of NaNs in bf16.
-            "bf16": {"enabled": model.dtype == "bfloat16", "check_grad_overflow": True},
+            "bf16": {
+                "enabled": model.dtype == "bfloat16",
+                "check_grad_overflow": True,  # without it, stage 2 takes a step of NaNs
+                "immediate_grad_update": True,  # stage 1: into the float32 sum, and gone, weight by weight
+            },
+            "communication_data_type": {"float32": "fp32", "bfloat16": "bf16"}[zero.communication_dtype],
             "gradient_clipping": optimizer.max_grad_norm,
             "steps_per_print": 10**9,
         }
@@ -246,26 +277,37 @@ def _sections(section: type) -> Iterator[type]:
 
 def _load(
     model: ModelSettings, config: dict[str, Any], stage: int, device: torch.device
-) -> tuple[torch.nn.Module, PackedAttention]:
+) -> tuple[torch.nn.Module, PackedAttention, Constants]:
+    """The model of this rank, its shard at stage 3; how it attends; and the constants that it must end up with."""
     deepspeed.init_distributed(dist_init_required=False)  # over the group that Ranks.join made
-    # Alive while the model loads, it makes from_pretrained hand each rank only its shard.
-    sharding = HfDeepSpeedConfig(config) if stage == 3 else None
     architecture = AutoConfig.from_pretrained(model.path)
     for name, value in architecture.to_dict().items():
         if isinstance(value, float) and name.endswith(("dropout", "_pdrop")):
             setattr(architecture, name, 0.0)  # the sampler has none, so the ratios must not either
     attention = choose_attention(architecture, device, model.attention)
+    dtype = getattr(torch, model.dtype)
+    plain = plain_constants(architecture, dtype, model.path)
+    # Alive while the model loads, it makes from_pretrained hand each rank only its shard.
+    sharding = HfDeepSpeedConfig(config | _keeping_wide(plain, config)) if stage == 3 else None
     causal_lm = AutoModelForCausalLM.from_pretrained(
         model.path,
         config=architecture,
-        dtype=getattr(torch, model.dtype),
+        dtype=dtype,
         attn_implementation=attention.implementation,
     )
     causal_lm.generation_config = GenerationConfig()  # nothing generates with it, and it need not be fit to be saved
     if sharding:  # transformers then keeps all conversions for saving, not those alone that this checkpoint needed
         del sharding
         causal_lm._weight_conversions = read_model(model.path).model._weight_conversions
-    return causal_lm, attention
+    return causal_lm, attention, plain
+
+
+def _keeping_wide(plain: Constants, config: dict[str, Any]) -> dict[str, Any]:
+    """What keeps DeepSpeed from giving float32 buffers the dtype of the weights, as it does to whatever a sharded
+    model makes while it is built.
+    """
+    names = [name for name, value in plain.items() if getattr(value, "dtype", None) == torch.float32]
+    return {"data_types": config.get("data_types", {}) | {"keep_in_fp32_modules": names}}
 
 
 def _decay_groups(module: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:

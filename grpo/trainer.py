@@ -88,7 +88,7 @@ class Trainer:
             mini_batch_prompts=config.mini_batch_prompts,
             max_reply_tokens=config.rollout.max_trained_tokens,
             train_on=config.rollout.train_on,
-            max_gap=max_gap(parts.policy.dtype, ranks.device),
+            max_gap=config.update.max_logp_gap or max_gap(parts.policy.dtype, ranks.device),
             ranks=ranks,
         )
         card = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""

@@ -31,7 +31,6 @@ from grpo.sequences import train_sequences, valid_samples
 from grpo.sync import check_gap
 from rollout.settings import TrainOn
 
-
 LARGEST = ("gap", "new_ratio")
 """What is told of a step's tokens with its maximum beside the mean; neither is negative."""
 

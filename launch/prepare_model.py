@@ -12,6 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from rollout.files import share_as_folder
 from rollout.settings import user_path
 
 DEFAULT_OUT = Path("models/SmolLM2-135M-Instruct")
@@ -59,8 +60,7 @@ def convert(gguf: Path, out: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
-    for path in partial.iterdir():
-        path.chmod(0o644)  # safetensors writes files that only their owner can read
+    share_as_folder(partial)
     partial.rename(out)
 
 

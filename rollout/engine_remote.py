@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rollout.engine import Sampled, SampleRequest, Weights
+from rollout.files import share_as_folder
 from rollout.policy_server import WHOLE_DISTRIBUTION, PolicyServer
 from rollout.settings import EngineSettings
 
@@ -112,6 +113,7 @@ class RemoteEngine:
         try:
             for number, shard in enumerate(_shards(weights)):
                 save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+            share_as_folder(folder)  # the server may be another user's
             self._server.call_workers("reload_weights", weights_path=str(folder.resolve()))
             if self._server.post("/reset_prefix_cache") != {"success": True}:
                 raise RuntimeError(

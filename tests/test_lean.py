@@ -45,6 +45,21 @@ def test_logits_and_gradients_are_those_of_the_originals(config_class, dtype, to
         assert (gradient - lean_gradients[name]).norm() <= tolerance * gradient.norm(), name
 
 
+@pytest.mark.parametrize("config_class", CONFIGS)
+def test_in_bfloat16_a_norm_rounds_where_the_original_does_at_every_position_of_a_long_row(config_class):
+    """In the same order: the mean in float32, then bfloat16, then the weight. What is left are means whose last bit
+    differs, and which now and then fall on the other side of a rounding.
+    """
+    model, lean = pair(config_class, torch.bfloat16)
+    sizes = torch.linspace(0.1, 300, 4096)[:, None]  # from embeddings to the last layers' residual stream
+    states = (torch.randn(4096, 32) * sizes).to(torch.bfloat16)
+    found, expected = (each.model.layers[1].input_layernorm(states) for each in (lean, model))
+    assert found.dtype == expected.dtype == torch.bfloat16
+    differ = found != expected
+    assert differ.float().mean() < 1e-3
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)  # one step of bfloat16
+
+
 def kept_of_width(module, states, width):
     """How many tensors of 60 tokens and that width autograd keeps for the module's backward pass."""
     kept = []

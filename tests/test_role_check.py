@@ -20,7 +20,6 @@ from rollout.types import Scenario
 from tests.asking import GOOD, QUESTION, SCHEMA, ask, client_of
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says
 
-
 RECIPE = Path("configs/medium_qwen3_4b.yaml")
 
 

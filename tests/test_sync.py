@@ -11,6 +11,7 @@ import torch
 
 from grpo.policy import _buckets
 from grpo.sync import EngineDrift, check_gap, max_gap, push_weights
+from tests.small_run import SmallRun, prepare
 from tests.tiny import make_model
 from tests.torchrun import torchrun
 
@@ -59,6 +60,14 @@ def test_a_gap_that_is_too_wide_or_unknown_stops_the_run(gap):
     check_gap(0.0009, limit)
     with pytest.raises(EngineDrift, match="nats from the trainer's"):
         check_gap(gap, limit)
+
+
+def test_the_run_stops_where_its_own_limit_is_lower(tmp_path):
+    config = prepare(tmp_path, run__steps=1, update__max_logp_gap=1e-12)
+    with SmallRun(config) as run:
+        assert run.wait() == 1, run.output
+    assert "nats from the trainer's on average (update.max_logp_gap: 1e-12)" in run.output
+    assert run.metrics == []
 
 
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
