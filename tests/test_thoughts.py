@@ -177,8 +177,9 @@ def test_thoughts_are_trained_unless_the_setting_says_otherwise():
 
 def test_a_reply_that_is_all_an_untrained_thought_trains_nothing():
     chat = chat_with(OPENS)
-    talk, _ = play(chat, "What tone do they", train_thoughts=False)
-    assert train_sequences([[Sample(0, talk.replies, 1.0)]], [1.0]) == []
+    for text in ("What tone do they", "What tone do they<|im_end|>"):
+        talk, _ = play(chat, text, train_thoughts=False)
+        assert train_sequences([[Sample(0, talk.replies, 1.0)]], [1.0]) == []
     talk, _ = play(chat, "What tone do they", train_thoughts=True)
     assert len(train_sequences([[Sample(0, talk.replies, 1.0)]], [1.0])) == 1
 
