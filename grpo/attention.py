@@ -82,7 +82,9 @@ def _allow_many_shapes() -> None:
 
 
 def _why_own_masks(config: PretrainedConfig) -> str | None:
-    """What in the model looks at columns rather than at position ids, if anything."""
+    """Kinds of layer that prevent packing several replies into a row (sliding window, ALiBi, recurrent); None if there
+    are none.
+    """
     kinds = {kind for kind in getattr(config, "layer_types", None) or [] if kind != "full_attention"}
     kinds |= {f"{kind} attention" for kind in getattr(config, "attention_layers", None) or [] if kind != "global"}
     if not kinds and getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None):

@@ -28,7 +28,7 @@ class Batch:
     groups: list[Group]
     """By position."""
     replaced: list[Group]
-    """Groups without signal that others stand in for."""
+    """Groups dropped for equal rewards and replaced by other prompts."""
     weight_version: int
     """Of the weights that sampled all of it."""
     counts: dict[str, float]

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from grpo.loss import Aggregate, Clip, Correction, KLEstimator, Variant
 from grpo.presets import PRESETS
 from rewards.settings import RewardSettings
-from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section
+from rollout.settings import DataSettings, EngineSettings, RolloutSettings, Section, UserPath
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 
 class BudgetSettings(Section):
-    """Training stops after the step that used up any of these, or the next where that was sampled already, and saves
-    the model.
+    """Training stops, and the model is saved, after the step in which any limit is reached; with overlap: one_step, the
+    batch that was sampled ahead is trained on first.
     """
 
     user_tokens: int | None = Field(
@@ -33,8 +34,8 @@ class BudgetSettings(Section):
 
 
 class RunSettings(Section):
-    name: str = Field(pattern=r"^\w[\w.-]*$", max_length=100, description="folder of the run under run.folder")
-    folder: Path = Field(Path("runs"), description="where runs are kept")
+    name: str = Field(max_length=100, description="folder of the run under run.folder")
+    folder: UserPath = Field(Path("runs"), description="where runs are kept")
     seed: int = Field(1, ge=0, lt=2**32, description="seed of everything that is drawn")
     steps: int | None = Field(None, ge=1, description="steps; null: run.epochs decides")
     epochs: int = Field(1, ge=1, description="passes over the training data (where run.steps is null)")
@@ -44,9 +45,23 @@ class RunSettings(Section):
     budget: BudgetSettings = BudgetSettings()
     overwrite: bool = Field(False, description="replace the folder of an earlier run of this name")
 
+    @field_validator("name")
+    @classmethod
+    def _a_plain_name(cls, name: str) -> str:
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(
+                f"{name!r} will not do; write letters, digits, _, - and . alone, and neither - nor . first"
+            )
+        return name
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.folder / self.name
+
 
 class ModelSettings(Section):
-    path: Path = Field(description="local Hugging Face model folder")
+    path: UserPath = Field(description="local Hugging Face model folder")
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="of weights and activations; DeepSpeed keeps float32 masters"
     )
@@ -254,6 +269,11 @@ class Config(Section):
     @property
     def mini_batch_prompts(self) -> int:
         return self.update.mini_batch_prompts or self.rollout.prompts_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in a training step."""
+        return self.rollout.prompts_per_step // self.mini_batch_prompts
 
     @property
     def max_prompt_tokens(self) -> int:

@@ -7,19 +7,21 @@ section may come from a file of its own: `rewards=configs/rewards/short_replies.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from grpo.config import Config
 from grpo.presets import PRESETS
-from rollout.settings import without_password
+from grpo.strict_yaml import read_yaml
+from rollout.settings import as_written, looked_at, user_path, without_password
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -50,11 +52,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read ({error})") from error
+        raise ValueError(f"{path}: cannot be read ({error}){looked_at(path)}") from error
     try:
-        values = yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
-        raise ValueError(f"{path}: not valid YAML ({_told_of_yaml(error)})") from None
+        values = read_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {without_password(str(error))}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: must be a mapping of sections, such as configs/quickstart.yaml")
     return values
@@ -63,45 +65,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _told(override: str) -> str:
     key, equals, value = override.partition("=")
     return key + equals + without_password(value) if equals else without_password(override)
-
-
-def _told_of_yaml(error: Exception) -> str:
-    """It quotes lines of the file, which may hold an address with a password."""
-    return "\n".join(map(without_password, str(error).splitlines()))
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """Refuses what YAML would silently read otherwise than it looks: a key given twice, of which it keeps the last,
-    and 1:30, which is 90 to it.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice", key_node.start_mark
-                )
-            seen.add(key if isinstance(key, str) else repr(key))
-        return super().construct_mapping(node, deep)
-
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        return super().construct_yaml_int(_not_base_60(node))
-
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        return super().construct_yaml_float(_not_base_60(node))
-
-
-def _not_base_60(node: yaml.ScalarNode) -> yaml.ScalarNode:
-    if ":" in node.value:
-        problem = f"{node.value} is a number to base 60 in YAML; write it out, or quote it if it is a text"
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-    return node
-
-
-_StrictLoader.add_constructor("tag:yaml.org,2002:int", _StrictLoader.construct_yaml_int)
-_StrictLoader.add_constructor("tag:yaml.org,2002:float", _StrictLoader.construct_yaml_float)
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -120,7 +83,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if last not in Config.model_fields:
             raise ValueError(f"{key}: {_unknown(last, Config)}")
         try:
-            values[last] = _read_yaml(Path(text))
+            values[last] = _read_yaml(user_path(text))
         except ValueError as error:
             raise ValueError(
                 f"{_told(override)!r}: a whole section comes from a YAML file: {without_password(str(error))}"
@@ -136,18 +99,30 @@ def _apply(values: dict[str, Any], override: str) -> None:
 
 
 def _value(override: str, text: str) -> Any:
+    if not text.strip():  # null to YAML: a variable of the shell that is not set would change a setting silently
+        raise ValueError(f"{override!r}: no value follows; write one, or null")
     try:
-        return yaml.load(text, _StrictLoader)
-    except (yaml.YAMLError, ValueError) as error:
-        raise ValueError(f"{_told(override)!r}: the value is not valid YAML ({_told_of_yaml(error)})") from None
+        return read_yaml(text)
+    except ValueError as error:
+        raise ValueError(f"{_told(override)!r}: {without_password(str(error))}") from None
+
+
+_IN_PLAIN_WORDS = {
+    "a valid boolean, unable to interpret input": "true or false",
+    "a valid dictionary": "a mapping, such as {key: value}",
+    "a valid string": "a text",
+    "a valid tuple": "a list, such as [0.1, 0.9]",
+    "input is not a valid path for <class 'pathlib.Path'>": "input should be a path",
+}
+"""What pydantic calls by Python's names."""
 
 
 def _fault(fault: dict[str, Any]) -> str:
     location = [str(part) for part in fault["loc"]]
     if location[:2] == ["rewards", "truncated"]:  # pydantic tells of each branch of the union
-        return f"rewards.truncated: {fault['input']!r} will not do: a finite number, score or mask"
+        return f"rewards.truncated: {as_written(fault['input'])} will not do: a finite number, score or mask"
     key = ".".join(location)
-    given = without_password(repr(fault["input"]))
+    given = without_password(as_written(fault["input"]))
     if fault["type"] == "extra_forbidden":
         return f"{key}: {_unknown(location[-1], _section(location[:-1]))}"
     if fault["type"] == "missing":
@@ -158,8 +133,13 @@ def _fault(fault: dict[str, Any]) -> str:
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return f"{key}: {message}" if key else message
-    quote = " (quote it)" if fault["type"] == "string_type" and isinstance(fault["input"], (int, float)) else ""
-    return f"{key}: {given} will not do: {message[0].lower()}{message[1:]}{quote}"
+    message = message[0].lower() + message[1:]
+    for jargon, plain in _IN_PLAIN_WORDS.items():
+        message = message.replace(jargon, plain)
+    quotable = fault["type"] in ("string_type", "path_type") and isinstance(fault["input"], int | float | dict)
+    # A shell takes one pair of quotes for itself.
+    hint = f" (quote it; on the command line: \"{key}='...'\")" if quotable else ""
+    return f"{key}: {given} will not do: {message}{hint}"
 
 
 def _unknown(name: str, section: type[BaseModel]) -> str:
@@ -181,14 +161,26 @@ def _section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def describe_settings(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """One line per setting: key, default, description."""
+    """One line per setting: key, default, description, and the values to choose from where it does not name them."""
     for name, field in section.model_fields.items():
         inner = _section_of(field.annotation)
         if inner:
             yield from describe_settings(inner, f"{prefix}{name}.")
             continue
         default = "required" if field.is_required() else _shown(field.get_default())
-        yield f"  {prefix + name:<46} {default:<16} {field.description}"
+        choices = [*map(str, _choices(field.annotation))]
+        named = set(re.findall(r"[\w-]+", field.description)) >= {*choices}
+        values = "" if named else f"; one of {', '.join(choices)}"
+        yield f"  {prefix + name:<46} {default:<16} {field.description}{values}"
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    """The values of every Literal in a type, null left out."""
+    if typing.get_origin(annotation) is Literal:
+        yield from (value for value in typing.get_args(annotation) if value is not None)
+    else:
+        for inner in typing.get_args(annotation):
+            yield from _choices(inner)
 
 
 def _shown(default: Any) -> str:

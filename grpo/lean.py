@@ -38,8 +38,7 @@ def _gated_mlp(self: nn.Module, states_TD: torch.Tensor) -> torch.Tensor:
     gate_TM, up_TM = self.gate_proj(states_TD), self.up_proj(states_TD)
     if not torch.is_grad_enabled():
         return down(gate_TM, up_TM)
-    # The product alone is computed again: recomputation stops before the matrix product, which nobody waits for
-    # (but under ZeRO-3, whose own matrix product saves its input last).
+    # Backward recomputes only act(gate) * up, not the down projection (under ZeRO-3 that one too).
     return checkpoint(down, gate_TM, up_TM, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -1,23 +1,10 @@
-"""What a run leaves behind: metrics, TensorBoard, traces, evaluations. Only the main rank writes.
-
-runs/NAME/config.yaml               the settings, overrides applied, without passwords
-runs/NAME/system_prompt.txt         what all training prompts begin with, if they do
-runs/NAME/environment.json          engine, ranks, device and versions
-runs/NAME/metrics.jsonl             one line per step, and one of its own per evaluation
-runs/NAME/totals.json               calls, tokens and failures of each role, and the policy's prompt tokens, over the
-                                    whole run, evaluations included
-runs/NAME/tensorboard/              the same for TensorBoard
-runs/NAME/traces/step_00001.jsonl   every conversation of the step, with scores and advantages
-runs/NAME/evaluations/step_00000.jsonl
-runs/NAME/model/                    the trained Hugging Face folder (checkpoints/step_00010/ before the end)
-"""
+"""What a run writes into its folder: metrics, TensorBoard, traces, evaluations. Only the main rank does."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,97 +12,51 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 
 from grpo.config import Config
+from grpo.disk import whole_file
 from grpo.evaluate import EVALUATION, Evaluation
-
-RUN_ENTRIES = frozenset(
-    "config.yaml system_prompt.txt environment.json metrics.jsonl totals.json summary.json "
-    "tensorboard traces evaluations checkpoints model model.part".split()
-)
-"""Everything that lies in a run's folder; nothing else is ever removed."""
-
-
-class RunFolder:
-    def __init__(self, config: Config):
-        self.path = config.run.folder / config.run.name
-        self.metrics = self.path / "metrics.jsonl"
-
-    def check_free(self, overwrite: bool, inputs: Iterable[Path]) -> None:
-        """Makes sure a run may be written here. Raises ValueError where it may not:
-
-        the folder holds an earlier run that is not to be replaced, or something that is no run (never
-        deleted), cannot be written, or holds one of the run's own `inputs`.
-        """
-        for path in inputs:
-            if path.resolve().is_relative_to(self.path.resolve()):
-                raise ValueError(f"run.name: {self.path} would be emptied, and holds {path}; choose another name")
-        try:
-            found = {entry.name for entry in self.path.iterdir()} if self.path.exists() else set()
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "environment.json.part").touch()
-            (self.path / "environment.json.part").unlink()
-        except OSError as error:
-            raise ValueError(f"run.folder: {self.path} cannot be written ({error.strerror}); choose another") from error
-        if found and not found <= RUN_ENTRIES:
-            raise ValueError(
-                f"run.name: {self.path} holds {min(found - RUN_ENTRIES)!r}, so it is no run's folder; choose another"
-            )
-        if "metrics.jsonl" in found and not overwrite:
-            raise ValueError(
-                f"run.name: {self.path} holds an earlier run; choose another run.name, or set run.overwrite=true "
-                "to replace it"
-            )
-
-    def empty(self) -> None:
-        """Removes an earlier run."""
-        for name in RUN_ENTRIES:
-            path = self.path / name
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
-
-    @property
-    def model(self) -> Path:
-        return self.path / "model"
-
-    @property
-    def system_prompt(self) -> Path:
-        return self.path / "system_prompt.txt"
-
-    def checkpoint(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"step_{step:05}"
-
-    def traces(self, step: int) -> Path:
-        return self.path / "traces" / f"step_{step:05}.jsonl"
-
-    def evaluation(self, step: int) -> Path:
-        return self.path / "evaluations" / f"step_{step:05}.jsonl"
+from grpo.run_folder import RunFolder
 
 
 class Recorder:
-    """Writes into a run's folder, which it empties first; every line is on disk before the next step."""
+    """Writes into a run's folder, which it empties first; every line is on disk before the next step.
 
-    def __init__(self, folder: RunFolder, config: Config, environment: Mapping[str, Any], system_prompt: str | None):
-        """`system_prompt`: what all training prompts begin with, which talking to the model needs too."""
+    Every method raises OSError where the disk does not take it, and leaves nothing half-written then.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: Config,
+        environment: Mapping[str, Any],
+        system_prompt: str | None,
+        *,
+        total_steps: int,
+        warnings: Sequence[str] = (),
+    ):
+        """`system_prompt`: what all training prompts begin with, which talking to the model needs too. `warnings`: what
+        the settings gave cause for.
+        """
         self.folder = folder
         folder.empty()
         for name in ("traces", "evaluations", "checkpoints"):
             (folder.path / name).mkdir(parents=True)
-        values = config.model_dump(mode="json")
-        text = yaml.safe_dump(values, sort_keys=False)
-        (folder.path / "config.yaml").write_text(text, encoding="utf-8")
-        (folder.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+        folder.begin(total_steps, warnings)
+        self._write("config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        self._write("environment.json", json.dumps(environment, indent=2) + "\n")
         if system_prompt is not None:
-            folder.system_prompt.write_text(system_prompt, encoding="utf-8")
+            self._write(folder.system_prompt.name, system_prompt)
         self._tensorboard = SummaryWriter(folder.path / "tensorboard")
+
+    def _write(self, name: str, text: str) -> None:
+        with whole_file(self.folder.path / name) as file:
+            file.write(text)
 
     def step(self, step: int, metrics: Mapping[str, float], traces: Iterable[dict[str, Any]]) -> None:
         write_rows(self.folder.traces(step), traces)
         self._metrics(step, metrics)
 
     def _metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        with self.folder.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step} | {name: _finite(value) for name, value in metrics.items()}) + "\n")
+        append_row(self.folder.metrics, {"step": step} | {name: _finite(value) for name, value in metrics.items()})
         for name, value in metrics.items():
             self._tensorboard.add_scalar(name, value, step)
         self._tensorboard.flush()
@@ -125,7 +66,7 @@ class Recorder:
         self._metrics(evaluation.step, evaluation.metrics())
 
     def close(self, totals: Mapping[str, float]) -> None:
-        (self.folder.path / "totals.json").write_text(json.dumps(totals, indent=2) + "\n", encoding="utf-8")
+        self._write("totals.json", json.dumps(totals, indent=2) + "\n")
         self._tensorboard.close()
 
 
@@ -148,13 +89,22 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One JSON object a line, as `read_rows` reads them."""
-    # A lone surrogate, which some models emit, becomes its own JSON escape.
-    part = path.with_name(path.name + ".part")  # a file is whole or absent, whenever the process ends
-    with part.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    """One JSON object a line, as `read_rows` reads them. The file is whole or absent."""
+    with whole_file(path) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    part.rename(path)
+
+
+def append_row(path: Path, row: Mapping[str, Any]) -> None:
+    """A further line, whole or not at all."""
+    with path.open("ab", buffering=0) as file:
+        size, rest = file.tell(), (json.dumps(row) + "\n").encode()
+        try:
+            while rest:  # a disk that is nearly full takes a part, and then refuses
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def _finite(value: float) -> float | None:

@@ -10,8 +10,9 @@ import torch
 from rollout.engine import Engine, Weights, weight_mark
 
 
-def push_weights(weights: Weights, engine: Engine) -> None:
-    """Streams every weight to this rank's engine and compares fingerprints. Collective where `weights` is.
+def push_weights(weights: Weights, engine: Engine) -> dict[str, float]:
+    """Streams every weight to this rank's engine and compares fingerprints; returns the mark of each weight by its name
+    (`rollout.engine.weight_mark`). Collective where `weights` is.
 
     Raises RuntimeError naming the first weights that differ: the engine would sample another policy.
     """
@@ -29,7 +30,7 @@ def push_weights(weights: Weights, engine: Engine) -> None:
     if known < len(sent) / 2:  # some may have names of the engine's own, but most must be known
         raise RuntimeError(
             f"the {engine.name} engine knows {known} of the {len(sent)} weights that were pushed by their names, such "
-            f"as {next(iter(sent))}, so nobody can tell what it samples from; try engine.kind=transformers"
+            f"as {next(iter(sent))}, so the weights it samples from cannot be checked; try engine.kind=transformers"
         )
     stale = [
         names
@@ -43,6 +44,7 @@ def push_weights(weights: Weights, engine: Engine) -> None:
             f"the {engine.name} engine does not hold the weights that were pushed: {len(stale)} differ, "
             f"the first is {' + '.join(stale[0])}; it would sample an old policy. Try engine.kind=transformers"
         )
+    return sent
 
 
 def max_gap(dtype: torch.dtype, device: torch.device) -> float:

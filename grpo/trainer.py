@@ -6,11 +6,10 @@ Where it departs from the papers is said in the modules it calls: `grpo.advantag
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import distributions
 
@@ -22,15 +21,18 @@ from grpo.background import LoopThread
 from grpo.checkpoint import ModelWriter
 from grpo.collect import Batch, Collector, reward_tables
 from grpo.config import Config
+from grpo.disk import NotWritten
 from grpo.evaluate import Evaluation, evaluate
 from grpo.experience import Group, failure_lines, trace_rows
 from grpo.flops import peak_tflops
+from grpo.learning import LearningWatch, warnings_at_start
 from grpo.metrics import experience_metrics, machine_metrics, sampled_tokens, summed
 from grpo.phases import Phases
 from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
-from grpo.recorder import Recorder, RunFolder
-from grpo.stopping import Stop, StopSignals, used_up
+from grpo.recorder import Recorder
+from grpo.run_folder import FINISHED, RunFolder
+from grpo.stopping import FAULT, Stop, StopSignals, how_to_go_on, used_up
 from grpo.sync import EngineDrift, max_gap, push_weights
 from grpo.update import Updater
 from rewards.scoring import Scorer, TooManyFailures, check_failure_rate
@@ -55,8 +57,19 @@ class Parts:
 
 
 class Trainer:
-    def __init__(self, config: Config, parts: Parts, total_steps: int, ranks: Ranks, runner: LoopThread):
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        total_steps: int,
+        ranks: Ranks,
+        runner: LoopThread,
+        *,
+        folder: RunFolder,
+        signals: StopSignals,
+    ):
         self.config, self.parts, self.total_steps, self.ranks = config, parts, total_steps, ranks
+        self.folder, self.signals = folder, signals
         self.runner = runner
         """All conversations of a run live in one event loop, and so do their HTTP clients."""
         self.collector = Collector(config, parts.rollout, parts.scorer, parts.train, parts.clients, ranks, runner)
@@ -85,38 +98,62 @@ class Trainer:
         """Steps that were trained and recorded."""
         self.num_saved = 0
         """Those of them that the model folder holds."""
-        self.folder = RunFolder(config)
-        system = common_system_prompt(parts.train)
-        self.recorder = Recorder(self.folder, config, self.environment(), system) if ranks.is_main else None
+        self.recorder: Recorder | None = None
+        self.watch: LearningWatch | None = None
+        self.unwritten: str | None = None
+        """What the disk did not take of what the main rank wrote."""
 
     def train(self) -> Stop | None:
-        """Trains to the last step, or until a signal or the budget ends it sooner: then says so, by what it returns.
-
-        Either way, and where it ends with a fault that all ranks meet, the model folder holds what was trained.
+        """Trains to the last step, or until a signal, the budget or a fault that all ranks meet ends it sooner: then
+        says so, by what it returns and to the person at the terminal. Either way the model folder holds what was
+        trained, where the disk takes it.
         """
-        stop = fault = None
-        with self._signals() as self.signals:
+        stop = None
+        with self.signals.granted():
             try:
                 self._train()
             except Stop as early:
                 stop = early
-            except (TooManyFailures, EngineDrift, FloatingPointError) as error:  # on all ranks alike
-                fault = error
-            self._save_model()
+            except (TooManyFailures, EngineDrift, FloatingPointError, NotWritten) as fault:  # on all ranks alike
+                stop = Stop(str(fault), FAULT)
+            try:
+                self._save_model()
+            except NotWritten as fault:
+                stop = Stop(f"{stop.reason}\n{fault}" if stop else str(fault), FAULT)
             totals = summed(self.ranks.gather(self.collector.counts()))
+            if self.ranks.is_main:
+                self._close(stop, totals)
+            self.ranks.gather(None)  # torchrun ends all ranks when the first one does, and the main one still writes
+        return stop
+
+    def _close(self, stop: Stop | None, totals: Mapping[str, float]) -> None:
+        with self._writing():
+            if self.num_done:
+                self._warn(self.watch.end())
+            self.folder.end(stop.reason if stop else FINISHED)
             if self.recorder:
                 self.recorder.close(totals)
-                if stop or fault:
-                    reason = stop.reason if stop else "stopped by a fault"
-                    kept = f"the model as it is then: {self.folder.model}" if self.num_done else "nothing to save"
-                    tqdm.write(f"{reason}; {self.num_done} of {self.total_steps} steps are done, {kept}")
-            self.ranks.gather(None)  # torchrun ends all ranks when the first one does, and the main one still writes
-        if fault:
-            raise fault
-        return stop
+        if stop:
+            if stop.exit_code == FAULT:
+                print(f"error: {stop.reason}", file=sys.stderr, flush=True)
+            tqdm.write(how_to_go_on(stop, self.folder, self.num_done, self.total_steps))
 
     def _train(self) -> None:
         self.push_weights()  # the engine loaded a file; the policy is what counts
+        self.boundary()
+        # All models and engines are there and agree: only now does an earlier run make way.
+        if self.ranks.is_main:
+            with self._writing():
+                self.recorder = Recorder(
+                    self.folder,
+                    self.config,
+                    self.environment(),
+                    common_system_prompt(self.parts.train),
+                    total_steps=self.total_steps,
+                    warnings=list(warnings_at_start(self.config, self.total_steps)),
+                )
+                self.watch = LearningWatch(self.config, self.marks)
+        self.boundary()
         self.evaluate(step=0)
         with self._progress_bar() as bar:
             for step in range(1, self.total_steps + 1):
@@ -135,27 +172,33 @@ class Trainer:
         self._save_model()  # whatever the last evaluation meets
         self.evaluate(self.total_steps)
 
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Around what the main rank writes: that the disk did not take it, all ranks learn at the next boundary."""
+        try:
+            yield
+        except OSError as error:
+            self.unwritten = self.unwritten or f"{self.folder.path} could not be written: {error}"
+
+    def _warn(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
+            tqdm.write(f"warning: {warning}")
+            self.folder.warn(warning)
+
     def _save_model(self) -> None:
         """Collective. Does nothing where no step was done since the last time."""
         if self.num_saved < self.num_done:
             self.writer.save(self.folder.model)
             self.num_saved = self.num_done
 
-    def _signals(self) -> StopSignals:
-        own_host, hosts = socket.gethostname(), self.ranks.gather((socket.gethostname(), os.getpid()))
-        return StopSignals(
-            [pid for host, pid in hosts if host == own_host],
-            str(self.folder.path),
-            is_main=self.ranks.is_main,
-            echoes="TORCHELASTIC_RUN_ID" in os.environ,
-        )
-
     def boundary(self) -> None:
-        """Between two phases: ends training where any rank received a signal.
+        """Between two phases: ends training where any rank received a signal, or the main one could not write.
 
-        Collective, so that all ranks end at the same one. Raises Stop.
+        Collective, so that all ranks end at the same one. Raises Stop and NotWritten.
         """
-        for asked in self.ranks.gather(self.signals.received):
+        for asked, unwritten in self.ranks.gather((self.signals.received, self.unwritten)):
+            if unwritten:
+                raise NotWritten(unwritten)
             if asked:
                 raise Stop(f"stopped by {asked.name}", 128 + asked)
 
@@ -165,7 +208,7 @@ class Trainer:
         return next(filter(None, self.ranks.gather(used_up(self.config.run.budget, self.totals, hours))), None)
 
     def push_weights(self) -> None:
-        push_weights(self.parts.policy.weights(stored=self.engine.takes_stored), self.engine)
+        self.marks = push_weights(self.parts.policy.weights(stored=self.engine.takes_stored), self.engine)
         self.collector.weight_version += 1
 
     def _progress_bar(self) -> tqdm:
@@ -238,7 +281,9 @@ class Trainer:
         seconds, num_sampled = time.perf_counter() - start, sampled_tokens(traces)
         metrics |= machine_metrics(timer.seconds, seconds, num_sampled, peaks, flops, self.peak_tflops)
         if self.recorder:
-            self.recorder.step(step, metrics, traces)
+            with self._writing():
+                self.recorder.step(step, metrics, traces)
+                self._warn(self.watch.step(step, [row for row in traces if not row["replaced"]], self.marks))
         self.num_done = step
         if too_many:
             raise too_many
@@ -249,7 +294,8 @@ class Trainer:
         Collective.
         """
         rewards_PG, valid_PG = reward_tables(groups)
-        signal_P = has_signal(rewards_PG, valid_PG)  # before the KL, whose small differences are none
+        # Judged on rewards without the KL term: tiny KL differences alone are not signal.
+        signal_P = has_signal(rewards_PG, valid_PG)
         kl_PG, mean_kl = [None] * len(groups), None
         if self.config.loss.kl_in_reward:
             kl_PG, mean_kl = self.updater.reply_kl(groups)
@@ -288,7 +334,8 @@ class Trainer:
             )
         )
         if self.recorder:
-            self.recorder.evaluation(evaluation)
+            with self._writing():
+                self.recorder.evaluation(evaluation)
         rows = evaluation.rows  # of all ranks
         failures = failure_lines(row["score"]["failures"] for row in rows)
         check_failure_rate(len(failures), len(rows), failures, self.config.rewards.max_failure_rate)

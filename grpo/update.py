@@ -39,7 +39,7 @@ LARGEST = ("gap", "new_ratio")
 class Tally:
     """Sums over response tokens, added up over micro-batches and ranks, divided once at the end.
 
-    Of the tokens that went through the policy: without KL and entropy terms, replies without advantage do not.
+    Counts forwarded tokens only; with no KL and no entropy term, zero-advantage replies are not forwarded.
     """
 
     def __init__(self) -> None:
@@ -112,8 +112,8 @@ class Updater:
     ) -> dict[str, float]:
         """One pass over all groups of a step, by position; metrics of the step. Collective: all ranks give the same.
 
-        Replies that older weights sampled (not `on_policy`) differ by more than rounding, and how much is what the
-        correction is for: only a gap that is no number stops the run then.
+        With on_policy=False the sampler used older weights: a log-prob gap is expected and loss.correction handles it,
+        so only a NaN gap stops the run.
         """
         max_gap = self.max_gap if on_policy else math.inf
         pairs = [*zip(groups, advantages_PG, strict=True)]
@@ -164,7 +164,9 @@ class Updater:
                 kl_G[sample.position] = next(totals)
         num_tokens = sum(sample.num_tokens for samples in samples_P for sample in samples)
         if not math.isfinite(sum(sums)):  # on all ranks alike
-            raise FloatingPointError("the KL of a reply is not finite: the policy or the reference computes no numbers")
+            raise FloatingPointError(
+                "the KL of a reply is not finite: the policy or the reference computes NaN or infinity"
+            )
         return kl_PG, sum(sums) / max(num_tokens, 1)
 
     def take_flops(self) -> float:

@@ -28,6 +28,7 @@ from rollout.chat import Chat
 from rollout.cores import mind_neighbours
 from rollout.gpus import check_seen
 from rollout.model_folder import read_model
+from rollout.settings import user_path
 from rollout.thoughts import may_open, never_ends
 from rollout.types import Message, Reply
 
@@ -187,7 +188,7 @@ class Session:
     def _save(self, name: str) -> None:
         written = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=2) + "\n"
         try:
-            with open(name, "x", encoding="utf-8", errors="backslashreplace") as file:
+            with open(os.path.expanduser(name), "x", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(written)
         except OSError as error:
             tell(f"[{name or '/save'} cannot be written ({error.strerror}); name a new file]")
@@ -197,9 +198,9 @@ class Session:
 
 def text_or_file(value: str) -> str:
     """What the file `value` holds, or `value` itself. Raises ValueError where it can only be a file, and is none."""
-    if os.path.isfile(value):
+    if os.path.isfile(user_path(value)):
         try:
-            return Path(value).read_text(encoding="utf-8").strip()
+            return user_path(value).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"{value} cannot be read ({error})") from error
     if value.endswith((".txt", ".md")) or (os.sep in value and not any(map(str.isspace, value))):
@@ -273,7 +274,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=f"in the chat:\n{COMMANDS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", type=Path, required=True, metavar="FOLDER", help="Hugging Face model folder")
+    parser.add_argument("--model", type=user_path, required=True, metavar="FOLDER", help="Hugging Face model folder")
     parser.add_argument("--system", metavar="FILE|TEXT", help="system prompt [the run's, where FOLDER lies in one]")
     parser.add_argument("--temperature", type=float, default=0.7, help="0: the most likely token [%(default)s]")
     parser.add_argument("--max-reply-tokens", type=int, default=512, metavar="N", help="longest reply [%(default)s]")

@@ -35,6 +35,7 @@ from launch.terminal import drop_output, printable
 from launch.train import Inputs, build_rollout, build_scorer, fail, read_inputs, say, settings_parser
 from rewards.scoring import ReplyReward, Scorer
 from rollout.conversation import Rollout, RolloutPlan
+from rollout.settings import user_path
 from rollout.types import Conversation, Scenario, Score
 from rollout.weight_names import stored_weights
 
@@ -176,7 +177,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = settings_parser("python -m launch.converse", (__doc__ or "").split("\n\n")[0])
     parser.add_argument("--n", type=int, default=8, metavar="N", help="play the first N prompts [%(default)s]")
     parser.add_argument("--split", choices=("train", "validation"), default="train", help="of these [%(default)s]")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="new JSONL file; the rows as in a run's traces/")
+    parser.add_argument("--out", type=user_path, metavar="FILE", help="new JSONL file; the rows as in a run's traces/")
     options = parser.parse_intermixed_args(arguments)
     if options.n < 1:
         parser.error(f"--n: {options.n} will not do; play at least 1")

@@ -18,6 +18,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rollout.settings import user_path
+
 SYSTEM = "You help people write short texts."
 OPENING = 'Hi! I need some help with a short piece: "{title}". I already know a few things I want in it.'
 TASK_DESC = "writing a short article"
@@ -36,7 +38,7 @@ def read_articles(path: Path) -> list[dict[str, str]]:
             continue
         try:
             article = json.loads(line)
-            json.dumps(article, ensure_ascii=False).encode("utf-8")  # half a character, escaped, is no text
+            json.dumps(article, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair is not UTF-8
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, row {row}: not valid JSON ({error})") from error
         for key in ("title", "text"):
@@ -94,9 +96,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m launch.prepare_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--articles", type=Path, required=True, help="JSONL file, {title, text} a line")
+    parser.add_argument("--articles", type=user_path, required=True, help="JSONL file, {title, text} a line")
     parser.add_argument("--held-out", type=int, required=True, help="articles kept for evaluation: the last ones")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the parquet files")
+    parser.add_argument("--out", type=user_path, required=True, help="folder of the parquet files")
     options = parser.parse_args()
     try:
         sizes = prepare(options.articles, options.held_out, options.out)

@@ -12,6 +12,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from rollout.settings import user_path
+
 DEFAULT_OUT = Path("models/SmolLM2-135M-Instruct")
 
 
@@ -64,7 +66,7 @@ def convert(gguf: Path, out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.prepare_model", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to write [%(default)s]")
+    parser.add_argument("--out", type=user_path, default=DEFAULT_OUT, help="folder to write [%(default)s]")
     out = parser.parse_args().out
     if (out / "config.json").exists():
         print(f"{out} is there already")

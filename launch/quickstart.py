@@ -6,11 +6,11 @@ python -m launch.quickstart [section.key=value ...]
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 
 from grpo.config import Config
+from grpo.config_file import load_config
 from grpo.ranks import end_process
 from launch import prepare_data, report, train
 
@@ -21,9 +21,11 @@ DATA = Path("data/quickstart")
 
 
 def read_config() -> Config:
+    parser = train.settings_parser("python -m launch.quickstart", (__doc__ or "").split("\n\n")[0], with_config=False)
+    config = load_config(CONFIG, parser.parse_args().overrides)
     sizes = prepare_data.prepare(ARTICLES, HELD_OUT, DATA)
     train.say(f"{DATA}: {sizes['train']} short articles to train on, {sizes['validation']} held out")
-    return train.parse(["--config", str(CONFIG), *sys.argv[1:]])
+    return config
 
 
 def main() -> None:
@@ -31,7 +33,7 @@ def main() -> None:
     started = float(os.environ.get("QUICKSTART_STARTED", time.time()))
     config = train.run(read_config)
     minutes = (time.time() - started) / 60
-    report.report(config.run.folder / config.run.name, {"minutes": minutes})
+    report.report(config.run.path, {"minutes": minutes})
     print(f"\nquickstart: {minutes:.1f} minutes in all")
     end_process()
 

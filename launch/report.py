@@ -1,4 +1,5 @@
-"""Shows what a run did, from the files it left: rewards, the held-out comparison, a conversation before and after.
+"""Shows what a run did, from the files it left: rewards, the held-out comparison, a conversation before and after; and
+of a run that ended early why, what is left of it, and how to go on.
 
     python -m launch.report runs/quickstart
 
@@ -23,19 +24,26 @@ import yaml
 
 from grpo.evaluate import item_components, item_rewards
 from grpo.recorder import read_rows, read_steps
+from grpo.run_folder import FINISHED, RunFolder
 from grpo.statistics import PairedDifference, paired_difference
 from launch.terminal import printable
+from rollout.settings import user_path
 
 
 def summarize(run: Path) -> dict[str, Any]:
-    """The run in figures. Raises ValueError where `run` holds no finished run."""
+    """The run in figures. Raises ValueError where `run` holds no run, or one without a step."""
+    folder = RunFolder(run)
+    status, ended = folder.status or {}, how_it_ended(folder)
     steps = read_steps(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
     if not steps or not all((run / name).exists() for name in ("environment.json", "config.yaml")):
-        raise ValueError(f"{run} holds no run, or one without a single step; give a folder such as runs/quickstart")
+        why = f" ({ended})" if ended else ""
+        raise ValueError(
+            f"{run} holds no run, or one without a single step{why}; give a folder such as runs/quickstart"
+        )
     try:
         rewards = [step["reward/mean"] for step in steps if step["reward/mean"] is not None]
     except (KeyError, TypeError) as error:
-        raise ValueError(f"{run}/metrics.jsonl is not of a run of ours: it has no {error}") from error
+        raise ValueError(f"{run}/metrics.jsonl was not written by this project: it has no {error}") from error
     held_out = compare_evaluations(run)
     totals = json.loads((run / "totals.json").read_text()) if (run / "totals.json").exists() else {}
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
@@ -43,6 +51,11 @@ def summarize(run: Path) -> dict[str, Any]:
         "run": str(run),
         "engine": json.loads((run / "environment.json").read_text())["engine"],
         "steps": len(steps),
+        "total_steps": status.get("total_steps"),
+        "ended": ended,
+        "warnings": status.get("warnings", []),
+        "weights": [str(weights.path) for weights in folder.weights()],
+        "to_go_on": None if folder.holder else folder.command_to_go_on(),
         "minutes_training": sum(step["time/step"] for step in steps) / 60,
         "reward_first_2": fmean(rewards[:2]) if rewards else float("nan"),
         "reward_last_5": fmean(rewards[-5:]) if rewards else float("nan"),
@@ -51,6 +64,15 @@ def summarize(run: Path) -> dict[str, Any]:
         "held_out": {name: asdict(row) for name, row in held_out.items()},
         "held_out_t": held_out["reward"].t if held_out else None,
     }
+
+
+def how_it_ended(folder: RunFolder) -> str | None:
+    """None of a run that is older than its status."""
+    if folder.holder:
+        return f"still going on: {folder.holder}"
+    if folder.status and folder.status["ended"] is None:
+        return "ended without a word: killed by the system or a person (kill -9, memory, power)"
+    return folder.status and folder.status["ended"]
 
 
 def compare_evaluations(run: Path) -> dict[str, PairedDifference]:
@@ -72,8 +94,17 @@ def compare_evaluations(run: Path) -> dict[str, PairedDifference]:
 
 def print_report(run: Path, summary: dict[str, Any]) -> None:
     minutes, first, last = (summary[key] for key in ("minutes_training", "reward_first_2", "reward_last_5"))
-    print(f"\n{summary['steps']} steps with the {summary['engine']} engine, {minutes:.1f} minutes of training")
-    print(f"training reward: {first:.3f} (first 2 steps) -> {last:.3f} (last 5 steps)")
+    n, total = summary["steps"], summary["total_steps"]
+    steps = f"{n} of {total} steps" if total and total != n else f"{n} step{'s' * (n != 1)}"
+    print(f"\n{steps} with the {summary['engine']} engine, {minutes:.1f} minutes of training")
+    if summary["ended"] not in (None, FINISHED):
+        print(f"the run: {summary['ended']}")
+    for warning in summary["warnings"]:
+        print(f"warning: {warning}")
+    if n > 5:
+        print(f"training reward: {first:.3f} (first 2 steps) -> {last:.3f} (last 5 steps)")
+    else:
+        print(f"training reward: {last:.3f} (all there is: {steps})")
     totals = summary["totals"]
     for role in ("user", "judge"):
         if calls := totals.get(f"{role}/calls"):
@@ -94,8 +125,10 @@ def print_report(run: Path, summary: dict[str, Any]) -> None:
     else:
         print("\nheld-out conversations: fewer than two evaluations share items that could be judged, so no comparison")
     print("\nwhere things are")
+    weights = [Path(path) for path in summary["weights"]]
+    of_model = "trained model" if (run / "model") in weights else "newest checkpoint: no trained model was saved"
     for what, path in (
-        ("trained model (Hugging Face folder)", run / "model"),
+        *((f"{of_model} (Hugging Face folder)", path) for path in weights[-1:]),
         ("metrics, a line per step and evaluation", run / "metrics.jsonl"),
         (f"TensorBoard (tensorboard --logdir {run})", run / "tensorboard"),
         ("conversations with scores and advantages", run / "traces"),
@@ -103,6 +136,12 @@ def print_report(run: Path, summary: dict[str, Any]) -> None:
         ("this summary", run / "summary.json"),
     ):
         print(f"  {what:<52} {path}")
+    if not weights:
+        print("  no trained model and no checkpoint was saved (run.save_every)")
+    if summary["to_go_on"]:
+        print(f"\nto go on from the newest weights (the optimizer begins anew)\n  {summary['to_go_on']}")
+        if "***@" in (run / "config.yaml").read_text(encoding="utf-8"):
+            print("  with the passwords of its addresses, which config.yaml does not keep")
 
 
 def print_side_by_side(run: Path) -> None:
@@ -151,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m launch.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("run", type=user_path, help="folder of a run")
     try:
         report(parser.parse_args(arguments).run)
     except ValueError as error:

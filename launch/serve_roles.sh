@@ -18,12 +18,12 @@
 #   PYTHON                    one that has vLLM [.venv/bin/python if there is one, else python]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/help.sh
 
 small=false
 case "${1:-}" in
   "") ;;
   --small) small=true ;;
-  -h | --help) sed -n '/^#!/d;/^#/!q;s/^# \{0,1\}//p' launch/serve_roles.sh; exit 0 ;;
   *) echo "serve_roles: unknown option '$1'; see bash launch/serve_roles.sh --help" >&2; exit 2 ;;
 esac
 

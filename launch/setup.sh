@@ -8,6 +8,7 @@
 # PYTHON names the Python to use [python3, or else python3.13, 3.12, 3.11]. pip's own settings are respected.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/help.sh
 
 lists=launch/requirements
 model=models/SmolLM2-135M-Instruct

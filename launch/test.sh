@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the tests; options go to pytest: bash launch/test.sh -k advantages
+# Sets everything up and runs the tests; options go to pytest:
+#
+#   bash launch/test.sh -k advantages
+#
+# .venv/bin/python -m pytest --help lists them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/help.sh
 
 bash launch/setup.sh
 

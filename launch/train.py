@@ -15,7 +15,7 @@ import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -26,10 +26,13 @@ import transformers
 from grpo.background import LoopThread
 from grpo.config import Config
 from grpo.config_file import describe_settings, load_config
+from grpo.disk import check_space
+from grpo.learning import warnings_at_start
+from grpo.peers import Peers
 from grpo.ranks import Ranks, end_process
-from grpo.recorder import RunFolder
 from grpo.room import check_own_gpu
-from grpo.stopping import Stop
+from grpo.run_folder import RunFolder
+from grpo.stopping import FAULT, Stop, StopSignals
 from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rollout import engine_vllm
@@ -44,8 +47,12 @@ from rollout.model_folder import ModelFolder, check_trainable, read_model
 from rollout.policy_server import check_server
 from rollout.prompting import system_prompt
 from rollout.role_check import SAMPLE_REPLY, check_role
+from rollout.settings import user_path
 from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
+
+LOST_PEER_S = 2.0
+"""Within which a rank that the system killed is seen to be gone, after its connections broke."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +66,43 @@ class Inputs:
     user: User
     judge: Judge | None
     total_steps: int
+    folder: RunFolder | None = None
+    """The run's, held by the main rank; None for commands that leave none."""
 
 
 def check_inputs(config: Config) -> Inputs:
-    """Reads and checks all that a run needs, its folder first. Raises ValueError naming file, row or key, and the
-    remedy."""
-    files = [config.model.path, config.data.train, *filter(None, [config.data.validation])]
-    if is_main():
-        RunFolder(config).check_free(config.run.overwrite, files)
-    inputs = read_inputs(config)
-    if config.deepspeed.extra:
-        from grpo.policy import check_extra  # imports DeepSpeed: seconds
+    """Takes the run's folder, then reads and checks all that a run needs.
 
-        check_extra(config.model, config.optimizer, config.deepspeed)
-    check_own_gpu(config, trains=True)
+    Raises ValueError naming file, row or key, and the remedy; the folder is as it was then.
+    """
+    folder = RunFolder(config.run.path)
+    files = [config.model.path, config.data.train, *filter(None, [config.data.validation])]
+    try:
+        if is_main():
+            note = folder.take()
+            tell("note", note, folder.check_free(config.run.overwrite, files))
+        inputs = read_inputs(config)
+        if config.deepspeed.extra:
+            from grpo.policy import check_extra  # imports DeepSpeed: seconds
+
+            check_extra(config.model, config.optimizer, config.deepspeed)
+        check_own_gpu(config, trains=True)
+        if is_main():
+            tell("note", check_space(config, inputs.total_steps, freed=folder.num_bytes))
+            tell("warning", *warnings_at_start(config, inputs.total_steps))
+    except BaseException:
+        folder.release()
+        raise
     say(
         f"{inputs.total_steps} steps of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} replies"
     )
-    return inputs
+    return replace(inputs, folder=folder)
 
 
 def read_inputs(config: Config) -> Inputs:
     """As `check_inputs`, of all but the run's folder, for commands that leave none."""
     check_seen()
-    for note in config.without_effect():
-        say(f"note: {note}")
+    tell("note", *config.without_effect())
     engine, reason = choose_engine(config.engine)
     sleeps = config.engine.sleep and engine == "vllm" and torch.cuda.is_available()
     if config.rollout.overlap == "one_step" and sleeps:
@@ -111,7 +130,12 @@ def read_inputs(config: Config) -> Inputs:
     system = system_prompt(config.rollout.system_prompt) if config.rollout.system_prompt else None
 
     def scenarios(path: Path) -> tuple[list[Scenario], int]:
-        rows = read_scenarios(path, need_reference=need_reference, user=config.rollout.user.kind)
+        rows = read_scenarios(
+            path,
+            need_reference=need_reference,
+            user=config.rollout.user.kind,
+            tell=lambda text: say(f"note: {text}"),
+        )
         if system is not None:
             if own := sum(len(row.system) for row in rows):
                 say(f"note: {path}: rollout.system_prompt takes the place of the system messages of {own} prompts")
@@ -192,12 +216,35 @@ def build_scorer(config: Config, inputs: Inputs) -> Scorer:
 
 
 def run_training(config: Config, inputs: Inputs) -> Stop | None:
-    """Loads the models and trains, on this rank. What it returns says why training ended before its last step."""
+    """Loads the models and trains, on this rank, and gives the run's folder up. What it returns says why training ended
+    before its last step.
+    """
+    with inputs.folder as folder:
+        ranks = Ranks.join()
+        peers = Peers.meet(ranks)
+        try:
+            with StopSignals(
+                peers, folder, is_main=ranks.is_main, echoes="TORCHELASTIC_RUN_ID" in os.environ
+            ) as signals:
+                return _train(config, inputs, ranks, signals)
+        except RuntimeError as error:
+            if ranks.world_size > 1 and peers.tell_killed(folder.path, LOST_PEER_S):
+                folder.end("a rank was killed, or crashed")
+                return Stop("a rank was killed", FAULT)  # what this one met is a consequence
+            folder.end(f"error: {error}")
+            raise
+        except Exception as error:
+            folder.end(f"error: {error}")
+            raise
+        finally:
+            peers.leave()
+
+
+def _train(config: Config, inputs: Inputs, ranks: Ranks, signals: StopSignals) -> Stop | None:
     # Here, because they import DeepSpeed: seconds, which bad input and conversations without training do without.
     from grpo.policy import Policy, Reference
     from grpo.trainer import Parts, Trainer
 
-    ranks = Ranks.join()
     transformers.utils.logging.disable_progress_bar()
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(config.run.seed)
@@ -208,7 +255,7 @@ def run_training(config: Config, inputs: Inputs) -> Stop | None:
         config.deepspeed,
         temperature=config.rollout.temperature,
         entropy_has_gradient=config.loss.entropy_coef > 0,
-        total_steps=inputs.total_steps * (config.rollout.prompts_per_step // config.mini_batch_prompts),
+        total_steps=inputs.total_steps * config.updates_per_step,
         ranks=ranks,
     )
     say(f"attention: {policy.attention.reason}")
@@ -222,7 +269,10 @@ def run_training(config: Config, inputs: Inputs) -> Stop | None:
         try:
             scorer = build_scorer(config, inputs)
             parts = Parts(policy, reference, rollout, scorer, inputs.clients, inputs.train, inputs.validation)
-            stop = Trainer(config, parts, inputs.total_steps, ranks, runner).train()
+            trainer = Trainer(
+                config, parts, inputs.total_steps, ranks, runner, folder=inputs.folder, signals=signals
+            )
+            stop = trainer.train()
         finally:
             for client in inputs.clients.values():
                 runner.run(client.close())
@@ -242,15 +292,22 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def settings_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """Takes `--config FILE` and the `overrides` that `load_config` applies; its help lists every setting."""
+def tell(kind: str, *texts: str | None) -> None:
+    """A line for each text that there is."""
+    for text in filter(None, texts):
+        say(f"{kind}: {text}")
+
+
+def settings_parser(prog: str, description: str, *, with_config: bool = True) -> argparse.ArgumentParser:
+    """Takes the `overrides` that `load_config` applies and `--config FILE`; its help lists every setting."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description=description,
         epilog="settings (key, default, unit and meaning):\n" + "\n".join(describe_settings()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="YAML file with the settings")
+    if with_config:
+        parser.add_argument("--config", type=user_path, required=True, metavar="FILE", help="YAML file with the settings")
     parser.add_argument(
         "overrides",
         nargs="*",

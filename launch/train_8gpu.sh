@@ -3,8 +3,10 @@
 #
 # CONFIG is configs/medium_qwen3_4b.yaml unless named. NUM_GPUS [8] ranks are started, one per GPU; CUDA_VISIBLE_DEVICES
 # says which GPUs, as nvidia-smi counts. The role servers (launch/serve_roles.sh) must answer before, from GPUs of their own.
+# python -m launch.train --help lists the settings.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/help.sh
 
 config=configs/medium_qwen3_4b.yaml
 if [[ ${1:-} == *.yaml ]]; then config=$1; shift; fi

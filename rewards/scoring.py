@@ -58,8 +58,8 @@ class Scorer:
         self.chat = chat
         self.judge = judge
         self._tasks: dict[tuple[str, int, int], asyncio.Task[Score]] = {}
-        # BLEU of a long document takes seconds, in which the loop serves others. One thread: several would keep Python's
-        # lock from the loop by turns.
+        # BLEU of a long document takes seconds, in which the loop serves others. One thread: several would keep
+        # Python's lock from the loop by turns.
         self._aside = ThreadPoolExecutor(1, "bleu")
 
     def submit(self, conversation: Conversation) -> None:
@@ -168,7 +168,7 @@ async def score_batch(scorer: Scorer, conversations: Sequence[Conversation]) -> 
 
 
 def first_different(failures: Sequence[str]) -> list[str]:
-    """What a message tells of them."""
+    """The first few distinct failures."""
     return [*dict.fromkeys(failures)][:FAILURES_TOLD]
 
 

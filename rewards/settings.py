@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollout.settings import EndpointSettings, Section
+from rollout.settings import EndpointSettings, Section, UserPath
 
 COMPONENTS = ("bleu_score", "interactivity", "token_amount")
 """Every reward component there is; each has its own module in `rewards/`."""
@@ -19,12 +18,12 @@ class BleuSettings(Section):
     extract: Literal["llm", "last"] = Field(
         "llm", description="where the document comes from: the judge extracts it, or the last assistant message is it"
     )
-    prompt: Path | None = Field(None, description="text file with the extraction prompt; null: the shipped one")
+    prompt: UserPath | None = Field(None, description="text file with the extraction prompt; null: the shipped one")
 
 
 class InteractivitySettings(Section):
     by: Literal["llm", "rubric"] = Field("llm", description="who scores: the judge, or a deterministic rubric")
-    prompt: Path | None = Field(None, description="text file with the judge's prompt; null: the shipped one")
+    prompt: UserPath | None = Field(None, description="text file with the judge's prompt; null: the shipped one")
     step: float | None = Field(
         None,
         gt=0,
@@ -97,8 +96,8 @@ class RewardSettings(Section):
     def _a_cut_reply_is_not_spared_the_penalty(self) -> RewardSettings:
         if self.soft_overlong.penalty > 0 and not isinstance(self.truncated, str):
             raise ValueError(
-                f"soft_overlong.penalty needs truncated: score (or mask): with {self.truncated:g}, a reply that is cut "
-                "would be spared the penalty of one that almost was"
+                f"soft_overlong.penalty needs truncated: score (or mask): with {self.truncated:g}, a reply cut at the "
+                "limit would pay no penalty, and one just below the limit would"
             )
         return self
 

@@ -35,8 +35,8 @@ class RolloutPlan:
     run_seed: int
     step: int
     max_new_turns: int | None = None
-    """Messages of both sides after the prompt, in place of the settings' limits of each side. A conversation ends on
-    the assistant, so it may stay one below."""
+    """Most messages after the prompt, user and assistant together; replaces max_user_turns and max_assistant_turns. The
+    assistant speaks last, so one may be left unused."""
     user_opens: bool = False
     """The prompt is only its system message, and the simulated user writes the opening."""
 
@@ -49,7 +49,8 @@ class RolloutPlan:
         if self.max_new_turns is None:
             return settings.max_user_turns, settings.max_assistant_turns
         num_replies = (self.max_new_turns + (not self.user_opens)) // 2
-        return num_replies, num_replies  # who answers the last reply would have nobody to read it
+        # The user does not answer the last reply, since no assistant turn would follow.
+        return num_replies, num_replies
 
 
 @dataclass(slots=True)

@@ -2,15 +2,15 @@
 
 Two formats. Parquet as the CollabLLM recipe writes it: `prompt` (list of {role, content}),
 `ground_truth`, `extra_info.interaction_kwargs.{single_turn_prompt, task_desc}`, `reward_model`,
-`data_source`; further columns are ignored. JSONL: `prompt` (text or list of messages), `reference`,
-`goal`, `task_desc`. Both may hold a `persona`, parquet among the interaction_kwargs.
+`data_source`. JSONL: `prompt` (text or list of messages), `reference`, `goal`, `task_desc`, `data_source`. Both may
+hold a `persona`, parquet among the interaction_kwargs. Further columns are told, and not read (`rollout/columns.py`).
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,39 +18,50 @@ from typing import Any, Literal
 import pyarrow.parquet as pq
 
 from rollout.chat import Chat
-from rollout.settings import DataSettings
+from rollout.columns import JSONL, OF_THE_RECIPE, PARQUET, Columns, parquet_columns
+from rollout.settings import DataSettings, looked_at
 from rollout.types import Message, Scenario
 
 UserKind = Literal["llm", "scripted"]
 ROLES = ("system", "user", "assistant")
-PARQUET_COLUMNS = ("prompt", "extra_info", "data_source")
+NEEDED_COLUMNS = ("prompt", "extra_info", "data_source")
 
 
-def read_scenarios(path: Path, *, need_reference: bool, user: UserKind | None = None) -> list[Scenario]:
-    """All rows of `path`, in file order.
+def read_scenarios(
+    path: Path, *, need_reference: bool, user: UserKind | None = None, tell: Callable[[str], None] = lambda text: None
+) -> list[Scenario]:
+    """All rows of `path`, in file order. `tell` hears of columns that nobody reads.
 
-    Raises ValueError naming file, row and column for: a missing file or column, an empty file, a null
-    or empty prompt, a message without role or content, a prompt that does not end with the user, and a
+    Raises ValueError naming file, row and column for: a missing or misspelt column, a missing or empty file, a
+    null or empty prompt, a message without role or content, a prompt that does not end with the user, and a
     missing reference where `need_reference` (BLEU compares with it). With a `user` to play, also for a row
     that leaves the user nothing to want: an LLM needs the goal, a script the goal or the reference.
     """
     if not path.exists():
-        raise ValueError(f"{path}: no such data file")
-    readers = {".parquet": _parquet_rows, ".jsonl": _jsonl_rows}
-    if path.suffix not in readers:
+        raise ValueError(f"{path}: no such data file{looked_at(path)}")
+    if path.suffix == ".parquet":
+        columns = Columns(PARQUET, OF_THE_RECIPE)
+        rows = _parquet_rows(path, columns)
+    elif path.suffix == ".jsonl":
+        columns = Columns(JSONL)
+        rows = _jsonl_rows(path, columns)
+    else:
         raise ValueError(f"{path}: data files are .parquet or .jsonl")
-    scenarios = [_scenario(path, row, fields, need_reference, user) for row, fields in readers[path.suffix](path)]
+    scenarios = [_scenario(path, row, fields, need_reference, user) for row, fields in rows]
     if not scenarios:
         raise ValueError(f"{path}: the file has no rows")
+    if columns.unread:
+        tell(f"{path}: nothing reads the columns {', '.join(map(repr, columns.unread))}")
     return scenarios
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         table = pq.read_table(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: not a readable parquet file ({error})") from error
-    missing = [name for name in PARQUET_COLUMNS if name not in table.column_names]
+    columns.see(str(path), [*parquet_columns(table.schema)])
+    missing = [name for name in NEEDED_COLUMNS if name not in table.column_names]
     if not {"ground_truth", "reward_model"} & set(table.column_names):
         missing.append("ground_truth")
     if missing:
@@ -84,7 +95,7 @@ def _struct(path: Path, row: int, column: str, value: Any) -> Mapping[str, Any]:
     return value or {}
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl_rows(path: Path, columns: Columns) -> Iterator[tuple[int, dict[str, Any]]]:
     """Rows are lines, blank ones counted, so that an editor finds them."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at characters within a row
@@ -95,9 +106,11 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             record = json.loads(line)
-            json.dumps(record, ensure_ascii=False).encode("utf-8")  # half a character, escaped, is no text
+            json.dumps(record, ensure_ascii=False).encode("utf-8")  # an escaped half of a surrogate pair is not UTF-8
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, row {row}: not valid JSON ({error})") from error
+        if isinstance(record, dict):
+            columns.see(f"{path}, row {row}", record)
         if not isinstance(record, dict) or "prompt" not in record:
             raise ValueError(f"{path}, row {row}: 'prompt' is missing; a row is {{prompt, reference, goal, task_desc}}")
         if isinstance(record["prompt"], str) and record["prompt"].strip():
@@ -239,5 +252,5 @@ def spare_rows(step: int, num_scenarios: int, rows: Sequence[int], seed: int) ->
 
 
 def sample_seed(run_seed: int, step: int, scenario: int, sample: int, turn: int) -> int:
-    """Seed of one sampled message: a function of what it is, not of who samples it or beside what."""
+    """Seed of one sampled message; independent of the rank and of the rest of the batch."""
     return random.Random(f"sample/{run_seed}/{step}/{scenario}/{sample}/{turn}").getrandbits(31)

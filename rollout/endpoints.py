@@ -176,7 +176,7 @@ class Balancer:
         lane.closed_until = max(lane.closed_until, now + quiet_s)
 
     def closed_s(self) -> float:
-        """Until one takes calls again, where all addresses with room have asked to be left alone."""
+        """Seconds until an address with a free slot is past its Retry-After; 0 if one is."""
         return max(0.0, min(lane.closed_until for lane in self._free()) - self._clock())
 
     def _free(self) -> list[Lane]:

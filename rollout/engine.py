@@ -149,7 +149,7 @@ class SharedEngine:
         return await future
 
     def _serve(self) -> None:
-        """Steps until nobody waits. What it was called for, the call before may have served already."""
+        """Runs the engine until no request is pending; finds nothing to do if an earlier call served this request."""
         waiting: dict[int, tuple[SampleRequest, asyncio.Future[Sampled]]] = {}
         try:
             while True:

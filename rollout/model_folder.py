@@ -31,6 +31,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from rollout.settings import looked_at
+
 INDEX = "model.safetensors.index.json"
 QUANTIZED_DTYPES = re.compile(r"F8|F4|F6|I8|U8")
 """Of weights in safetensors files: numbers that are more than they say, beside scales."""
@@ -69,7 +71,9 @@ def check_files(folder: Path) -> None:
     """Raises ValueError unless `folder` holds the files of a Hugging Face model and its tokenizer, every shard of the
     weights included."""
     if not folder.is_dir():
-        raise ValueError(f"model.path: there is no folder {folder}; give a local Hugging Face model folder")
+        raise ValueError(
+            f"model.path: there is no folder {folder}{looked_at(folder)}; give a local Hugging Face model folder"
+        )
     missing = []
     if not (folder / "config.json").exists():
         missing.append("config.json")

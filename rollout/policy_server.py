@@ -12,7 +12,7 @@ import openai
 from transformers import AutoConfig
 
 from rollout.endpoints import Address, presentable, read_key
-from rollout.settings import EngineSettings
+from rollout.settings import EngineSettings, looked_at
 
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL_FOLDER "
@@ -117,8 +117,9 @@ def _check_workers(server: PolicyServer, settings: EngineSettings, model_folder:
         probe.touch()
     except OSError as error:
         raise ValueError(
-            f"engine.weights_folder: cannot write in {settings.weights_folder} ({error.strerror}); name a folder that "
-            "exists, and that both machines mount under the same path"
+            f"engine.weights_folder: cannot write in {settings.weights_folder} ({error.strerror})"
+            f"{looked_at(settings.weights_folder)}; name a folder that exists, and that both "
+            "machines mount under the same path"
         ) from None
     try:
         answers = server.call_workers("served", path=str(probe.resolve()))

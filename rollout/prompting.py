@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from rollout.settings import looked_at, user_path
 from rollout.types import Message
 
 SYSTEM_PROMPTS = {"proactive": Path(__file__).parent / "prompts" / "system_proactive.txt"}
@@ -29,7 +30,9 @@ class Prompt:
         try:
             text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the prompt {file}: {error}; give the path of a UTF-8 text file") from error
+            raise ValueError(
+                f"cannot read the prompt {file}: {error}{looked_at(file)}; give the path of a UTF-8 text file"
+            ) from error
         self._template = Template(text)
         needed, known = {*placeholders}, {*placeholders, *optional}
         names = "".join(f" ${{{name}}}" for name in sorted(known))
@@ -55,12 +58,12 @@ def system_prompt(name: str) -> str:
     """
     if name == NO_SYSTEM_PROMPT:
         return ""
-    file = SYSTEM_PROMPTS.get(name, Path(name))
+    file = SYSTEM_PROMPTS.get(name, user_path(name))
     try:
         text = file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"rollout.system_prompt: cannot read {file} ({error}); give a UTF-8 text file or one of: "
+            f"rollout.system_prompt: cannot read {file} ({error}){looked_at(file)}; give a UTF-8 text file or one of: "
             f"{', '.join([*SYSTEM_PROMPTS, NO_SYSTEM_PROMPT])}"
         ) from error
     if not text:

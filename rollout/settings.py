@@ -8,13 +8,17 @@ one; `python -m launch.train --help` prints them all.
 from __future__ import annotations
 
 import difflib
+import math
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -25,6 +29,20 @@ from pydantic import (
 )
 
 TrainOn = Literal["first_reply", "all_replies"]
+
+
+def user_path(text: str | Path) -> Path:
+    """A path as people write it: ~ is their home. Relative ones are relative to the working directory."""
+    return Path(os.path.expanduser(text))
+
+
+def looked_at(path: Path) -> str:
+    """For the end of a message that `path` is missing: where that is, if it does not say so itself."""
+    return "" if path.is_absolute() else f" (looked at {path.absolute()})"
+
+
+UserPath = Annotated[Path, AfterValidator(user_path)]
+"""The type of every setting that is a path."""
 
 
 class Section(BaseModel):
@@ -41,11 +59,12 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _a_switch_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """YAML's true would pass for 1."""
+        """YAML's true would pass for 1, in lists and mappings too."""
         annotation = cls.model_fields[info.field_name].annotation
-        if isinstance(value, bool) and annotation is not bool:
+        if _holds_switch(value) and not _takes_switch(annotation, within=not isinstance(value, bool)):
             raise ValueError(
-                f"{str(value).lower()} will not do: this is no switch (YAML reads on, off, yes, no as one)"
+                f"{without_password(as_written(value))} will not do: this is not a true/false setting (YAML reads on, "
+                "off, yes and no as true or false); write a number, or a text in quotes"
             )
         return value
 
@@ -64,9 +83,38 @@ def near_name(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]!r}?" if found else ""
 
 
+def _holds_switch(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, bool) or any(map(_holds_switch, inner))
+
+
+def _takes_switch(annotation: Any, *, within: bool) -> bool:
+    """Whether a switch fits the type, or may fit `within` what it holds; a section looks at its own settings."""
+    section = isinstance(annotation, type) and issubclass(annotation, Section)
+    inner = get_args(annotation) if within or isinstance(annotation, UnionType) else ()
+    return annotation in (bool, Any) or (within and section) or any(_takes_switch(a, within=within) for a in inner)
+
+
+def as_written(value: Any) -> str:
+    """`value` as one would write it in YAML, in a line.
+
+    >>> as_written({"clamp": [None, True, "yes", 0.5]})
+    "{clamp: [null, true, 'yes', 0.5]}"
+    """
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {as_written(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_written, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else ".inf" if value > 0 else "-.inf"
+    return repr(str(value) if isinstance(value, Path) else value)
+
+
 class DataSettings(Section):
-    train: Path = Field(description="file; .parquet in the CollabLLM schema, or .jsonl")
-    validation: Path | None = Field(None, description="file; held-out rows for evaluation")
+    train: UserPath = Field(description="file; .parquet in the CollabLLM schema, or .jsonl")
+    validation: UserPath | None = Field(None, description="file; held-out rows for evaluation")
     max_prompt_tokens: int = Field(2048, ge=1, description="tokens; longest prompt accepted")
     overlong_prompts: Literal["error", "drop"] = Field(
         "error", description="what to do with longer prompts: refuse the file, or drop and count the rows"
@@ -116,7 +164,7 @@ class EngineSettings(ServedSection):
         None, description="address of the policy's server, such as http://127.0.0.1:8000/v1 (kind: remote)"
     )
     api_key_env: str | None = Field(None, description="environment variable that holds its key (kind: remote)")
-    weights_folder: Path | None = Field(
+    weights_folder: UserPath | None = Field(
         None, description="folder that the server sees under the same path, for pushed weights (kind: remote)"
     )
 
@@ -237,7 +285,7 @@ UserVariant = Literal["default", "lazy", "detailed", "impatient"]
 
 class UserSettings(Section):
     kind: Literal["scripted", "llm"] = Field("llm", description="who plays the user")
-    prompt: UserVariant | Path = Field(
+    prompt: UserVariant | UserPath = Field(
         "default",
         description="how the LLM behaves: default, lazy, detailed, impatient, or a text file with a prompt",
     )
@@ -247,7 +295,8 @@ class UserSettings(Section):
     @classmethod
     def _a_name_or_a_file(cls, value: Any) -> Any:
         if not isinstance(value, str | Path) or not str(value):
-            raise ValueError(f"{value!r} is neither a user ({', '.join(get_args(UserVariant))}) nor a text file")
+            users = ", ".join(get_args(UserVariant))
+            raise ValueError(f"{as_written(value)} is neither a user ({users}) nor a text file")
         if "://" in str(value):
             raise ValueError(
                 f"{without_password(str(value))!r} is no text file; an address goes into endpoint.base_url"

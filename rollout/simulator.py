@@ -112,14 +112,16 @@ class ScriptedUser:
     """A user without a model: deterministic, and it tells what it wants only when asked.
 
     It wants the reference's sentences (the goal's where there is no reference), in order. A question
-    from the assistant brings out the next one; any other message gets a nudge; when all is said, it
+    from the assistant brings out the next two; any other message gets a nudge; when all is said, it
     ends the chat.
     """
 
+    SENTENCES_AN_ANSWER = 2
+
     ANSWERS = (
-        "Good question. I want it to say this: {part} Please write the piece with that in it.",
-        "Glad you ask. This should be in it: {part} Could you write it that way?",
-        "Right, one more thing I have in mind: {part} Please put it into the text.",
+        'Good question. It should go like this: "{part}" Please write it out and add a sentence of your own.',
+        'Glad you ask. This should be in it: "{part}" Please write it that way and round it off.',
+        'Right, one more thing I have in mind: "{part}" Please work it into the text.',
     )
     NUDGES = (
         "Hmm, I am not sure this is what I had in mind.",
@@ -140,7 +142,8 @@ class ScriptedUser:
             return UserTurn(self.FAREWELL, satisfied=True)
         turn = len(said) - 1
         if heard and asks_something(heard[-1]):
-            return UserTurn(self.ANSWERS[turn % len(self.ANSWERS)].format(part=unsaid[0]), satisfied=False)
+            part = " ".join(unsaid[: self.SENTENCES_AN_ANSWER])
+            return UserTurn(self.ANSWERS[turn % len(self.ANSWERS)].format(part=part), satisfied=False)
         return UserTurn(self.NUDGES[turn % len(self.NUDGES)], satisfied=False)
 
 

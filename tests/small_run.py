@@ -94,13 +94,13 @@ class SmallRun:
         """Of its steps."""
         return read_steps(self.folder / "metrics.jsonl")
 
-    def wait_until(self, happened: Callable[[], bool], timeout: float = 120) -> None:
+    def wait_until(self, happened: Callable[[], bool], timeout: float = 400) -> None:
         end = time.monotonic() + timeout
         while not happened():
             assert self.process.poll() is None and time.monotonic() < end, self.output
             time.sleep(0.02)
 
-    def wait(self, timeout: float = 200) -> int:
+    def wait(self, timeout: float = 400) -> int:
         """Its exit code."""
         return self.process.wait(timeout)
 

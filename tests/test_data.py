@@ -61,10 +61,53 @@ def test_a_system_prompt_is_common_where_all_rows_have_the_same(tmp_path):
         assert common_system_prompt(rows) is None
 
 
-def test_columns_the_trainer_does_not_know_are_ignored(tmp_path):
-    row = changed(extra_column=[1, 2])
+def test_columns_that_nobody_reads_are_told(tmp_path):
+    told = []
+    row = changed(extra_column=[1, 2], persona="outside the interaction_kwargs")
     row["extra_info"]["turns"] = 3
-    assert len(read_scenarios(parquet(tmp_path, row), need_reference=True)) == 1
+    path = parquet(tmp_path, row)
+    assert len(read_scenarios(path, need_reference=True, tell=told.append)) == 1
+    assert told == [f"{path}: nothing reads the columns 'extra_info.turns', 'extra_column', 'persona'"]
+    path = jsonl(tmp_path, {"prompt": "Hi", "goal": "tea", "id": 1}, {"prompt": "Ho", "goals": ["x"], "goal": "y"})
+    assert [s.goal for s in read_scenarios(path, need_reference=False, tell=told.append)] == ["tea", "y"]
+    assert told[1:] == [f"{path}: nothing reads the columns 'id', 'goals'"]
+
+
+def test_nothing_is_told_of_the_recipes_own_columns(tmp_path):
+    told = []
+    row = changed(ability="chat")
+    row["extra_info"]["interaction_kwargs"]["persona"] = "A diver."
+    read_scenarios(parquet(tmp_path, row), need_reference=True, tell=told.append)
+    line = {"prompt": "Hi", "reference": "a", "goal": "b", "task_desc": "c", "persona": "d", "data_source": "e"}
+    read_scenarios(jsonl(tmp_path, line), need_reference=True, tell=told.append)
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"refernce": "x"}, "row 1: nothing reads 'refernce'; did you mean 'reference'? Rename it, or remove it"),
+        ({"Reference": "x"}, "row 1: nothing reads 'Reference'; did you mean 'reference'?"),
+        ({"taskdesc": "x"}, "row 1: nothing reads 'taskdesc'; did you mean 'task_desc'?"),
+        ({"goals": "x"}, "row 1: nothing reads 'goals'; did you mean 'goal'?"),
+    ],
+)
+def test_a_misspelt_column_is_an_error_in_the_row_that_lacks_the_right_one(tmp_path, line, message):
+    path = jsonl(tmp_path, {"prompt": "Hi", "reference": "a", "goal": "b", "task_desc": "c"}, {"prompt": "Ho"} | line)
+    with pytest.raises(ValueError, match="rows.jsonl") as error:
+        read_scenarios(path, need_reference=True)
+    assert message in str(error.value)
+
+
+def test_a_misspelt_parquet_column_is_an_error_within_structs_too(tmp_path):
+    row = changed()
+    interaction = row["extra_info"]["interaction_kwargs"]
+    interaction["taskdesc"] = interaction.pop("task_desc")
+    with pytest.raises(ValueError, match="nothing reads 'extra_info.interaction_kwargs.taskdesc'; did you mean 'task_d"):
+        read_scenarios(parquet(tmp_path, row), need_reference=True)
+    row = changed(groundtruth=ROW["ground_truth"])
+    with pytest.raises(ValueError, match="nothing reads 'groundtruth'; did you mean 'ground_truth'"):
+        read_scenarios(parquet(tmp_path, row, drop=["ground_truth"]), need_reference=True)
 
 
 def test_the_reference_may_come_from_the_reward_model(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-MODULES = ["grpo.advantages", "grpo.flops", "grpo.statistics", "launch.terminal", "rewards.scoring"]
+MODULES = ["grpo.advantages", "grpo.flops", "grpo.statistics", "launch.terminal", "rewards.scoring", "rollout.settings"]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -6,7 +6,6 @@ import base64
 import json
 import logging
 import time
-import time
 import traceback
 from pathlib import Path
 from typing import Any

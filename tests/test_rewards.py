@@ -64,16 +64,52 @@ def conversation(*said, ended="turn_limit", finish_reason="stop", failure=None):
     ],
 )
 def test_the_rubric_pays_for_what_a_person_would_call_a_good_question(reply, value):
-    assert rubric(conversation(reply))[0] == value
+    assert rubric(conversation(reply))[0] == value  # nobody answers: asking is all there is
 
 
-def test_a_good_question_in_a_reply_that_was_cut_off_is_worth_three_quarters():
+TOLD = "Say that ratchet straps hold the hive eleven floors above Canal Street."
+"""Nine content words: ratchet, straps, hold, hive, eleven, floors, above, canal, street."""
+ASKED = "What should I say about the bees?"
+
+
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        ((ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street."), 1.0),
+        # Eight of nine are as good as all of them: four fifths are 7.2.
+        ((ASKED, TOLD, "Ratchet straps hold the hive floors above Canal Street."), 1.0),
+        ((ASKED, TOLD, "Ratchet straps hold the hive above a floor."), (1 + 6 / 9 / 0.8) / 2),
+        ((ASKED, TOLD, "Lovely! Bees are insects."), 0.5),
+        # Asking back about what was told is not using it.
+        ((ASKED, TOLD, "Do ratchet straps hold the hive eleven floors above Canal Street?"), 0.5),
+        # Nothing was asked, so nothing was told; a late question is worth half.
+        (("Bees hum.", "Hmm, I am not sure this is it.", "Bees hum all day."), 0.0),
+        (("Bees hum.", "Hmm, I am not sure this is it.", "What should the bees do next?"), 0.25),
+        # Told without being asked, it can be used all the same.
+        (("Bees hum.", TOLD, "Ratchet straps hold the hive eleven floors above Canal Street."), 0.5),
+        # A question asked twice halves what the text is worth.
+        ((ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street. " + ASKED), 0.75),
+        # The last reply counts, with all that was told before it.
+        ((ASKED, TOLD, "How is the hive made?", "Go on.", "Ratchet straps hold the hive above a floor."), (1 + 6 / 9 / 0.8) / 2),
+    ],
+)  # fmt: skip
+def test_the_rubric_pays_for_asking_and_for_using_what_was_told(said, value):
+    assert rubric(conversation(*said))[0] == pytest.approx(value)
+
+
+def test_what_is_told_after_the_last_reply_need_not_be_used():
+    talk = conversation(ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street.", "Add honey jars.")
+    assert rubric(talk)[0] == 1.0
+
+
+def test_a_reply_that_was_cut_off_loses_a_quarter_and_its_answer():
     talk = conversation("What would the bees like? I think that", ended="length", finish_reason="length")
-    assert rubric(talk)[0] == 0.75
-
-
-def test_the_rubric_reads_the_first_reply_alone():
-    assert rubric(conversation("Bees hum.", "Go on.", "What should the bees do next?"))[0] == 0
+    assert rubric(talk)[0] == 0.75 / 2  # the user cannot answer, so nothing is used
+    said = (ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street, and")
+    whole = conversation(*said)
+    last = replace(whole.replies[1], finish_reason="length")
+    cut = replace(whole, replies=(whole.replies[0], last), ended="length")
+    assert (rubric(whole)[0], rubric(cut)[0]) == (1.0, (1 + 0.75) / 2)
 
 
 def test_the_rubric_takes_the_topic_from_the_opening_that_the_reply_answers():
@@ -146,7 +182,7 @@ def rewarded(chat, talk, **changes):
 
 
 def test_a_conversation_is_scored_by_its_parts(small_model):
-    talk = conversation("What should I say about the bees?", "That it is tied down.", "The hive is tied down.")
+    talk = conversation("What should I say about the bees?", "That the hive is tied down.", "The hive is tied down.")
     result, reward = rewarded(Chat.load(small_model), talk)
     assert result.values["bleu_score"] == pytest.approx(1) and result.values["interactivity"] == 1
     assert reward.total == pytest.approx(2 - 0.1 * result.values["token_amount"])

@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture
 def clone(tmp_path):
     """The files that `launch/setup.sh` reads, in a folder without an environment."""
-    for name in ("launch/setup.sh", "setup.py"):
+    for name in ("launch/setup.sh", "launch/help.sh", "setup.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(name, tmp_path / name)
     shutil.copytree("launch/requirements", tmp_path / "launch/requirements")

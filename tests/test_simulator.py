@@ -364,22 +364,24 @@ def test_a_missing_prompt_file_is_named(tmp_path: Path):
 REFERENCE = "Tea is old. It came from China!\nDrink it hot."
 
 
-def test_the_script_tells_the_next_sentence_only_when_asked():
+def test_the_script_tells_the_next_two_sentences_only_when_asked():
     scenario, user = scenario_of(reference=REFERENCE), ScriptedUser()
     first = answer(user, scenario, chat_of(scenario, "What should it say?"))
+    told = '"Tea is old. It came from China!"'
     assert first == UserTurn(
-        "Good question. I want it to say this: Tea is old. Please write the piece with that in it.", satisfied=False
+        f"Good question. It should go like this: {told} Please write it out and add a sentence of your own.",
+        satisfied=False,
     )
     nudge = answer(user, scenario, chat_of(scenario, "Here is an essay."))
     assert nudge.text in ScriptedUser.NUDGES and not nudge.satisfied
     chat = chat_of(scenario, "What should it say?", first.text, "What else?")
-    assert ": It came from China! " in answer(user, scenario, chat).text
+    assert ': "Drink it hot." ' in answer(user, scenario, chat).text
 
 
 def test_the_script_ends_the_chat_when_all_is_said():
     scenario, user = scenario_of(reference=REFERENCE), ScriptedUser()
     chat = chat_of(scenario, "What is it about?")
-    for _ in range(3):
+    for _ in range(2):
         turn = answer(user, scenario, chat)
         assert not turn.satisfied
         chat += [{"role": "user", "content": turn.text}, {"role": "assistant", "content": "And then?"}]
@@ -390,7 +392,7 @@ def test_the_script_wants_the_goals_sentences_where_there_is_no_reference():
     for reference in (None, "", " … "):
         scenario = scenario_of(goal="Say {that} costs $5. Then stop.", reference=reference)
         turn = answer(ScriptedUser(), scenario, chat_of(scenario, "What do you want?"))
-        assert ": Say {that} costs $5. " in turn.text
+        assert ': "Say {that} costs $5. Then stop." ' in turn.text
 
 
 def test_the_script_with_nothing_to_want_ends_the_chat():

@@ -14,9 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from grpo.config import BudgetSettings
 from grpo.config_file import load_config
+from grpo.peers import Peers
 from grpo.recorder import read_rows
+from grpo.run_folder import RunFolder
 from grpo.stopping import StopSignals, used_up
+from launch.train import check_inputs
 from tests.fake_endpoint import FakeEndpoint, error, is_check, says
+from tests.small_disk import fill, small_disk
 from tests.small_run import SmallRun, prepare
 
 ANSWER = says({"current_answer": "", "thought": "", "reply": "please say what bees want in winter"})
@@ -31,7 +35,7 @@ class Gate:
     def __call__(self, body):
         if self.metrics.exists():
             self.reached.set()
-            self.open.wait(120)
+            self.open.wait(400)
         return ANSWER
 
 
@@ -82,18 +86,52 @@ def test_the_second_signal_ends_the_run_within_10_s_and_costs_only_the_step_that
     assert not (run.folder / "model").exists()
 
 
-def test_a_rank_that_dies_takes_the_others_down_instead_of_asking_them_to_finish(tmp_path):
+def test_a_rank_that_is_killed_is_named_and_the_others_are_taken_down_instead_of_asked_to_finish(tmp_path):
     gate = Gate(tmp_path)
     with FakeEndpoint(gate) as user:
-        config = prepare(tmp_path, user.base_url, run__steps=50)
+        config = prepare(tmp_path, user.base_url, run__steps=50, run__save_every=1)
         with SmallRun(config, num_ranks=2, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="600") as run:
             run.wait_until(gate.reached.is_set)
             ranks = [pid for pid in run.processes() if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+            with pytest.raises(ValueError, match="a run is going on in .*run \\(process"):
+                check_inputs(load_config(config, ["run.overwrite=true"]))
             os.kill(min(ranks), signal.SIGKILL)
             assert run.wait() == 1, run.output  # while the gate is shut
             assert not run.processes()
         gate.open.set()
     assert "finishing the phase" not in run.output
+    assert run.output.count(f"rank 1 (process {min(ranks)}) on ") == run.output.count("ended without a word") == 1
+    folder = RunFolder(run.folder)
+    assert folder.holder is None and folder.status["ended"] == "a rank was killed, or crashed"
+    assert folder.told() == "1 of 50 steps, 1 checkpoint (newest: step 1), no model"
+
+
+@pytest.mark.parametrize(("num_ranks", "room_kib"), [(2, 300), (1, 0)])
+def test_a_disk_that_is_full_ends_all_ranks_with_what_is_missing_and_what_is_kept(tmp_path, num_ranks, room_kib):
+    with small_disk(tmp_path / "disk", kib=4000) as disk:
+        gate = Gate(disk)
+        with FakeEndpoint(gate) as user:
+            config = prepare(tmp_path, user.base_url, run__folder=str(disk), run__steps=50, run__save_every=1)
+            with SmallRun(config, num_ranks) as run:
+                run.folder = disk / "run"
+                run.wait_until(gate.reached.is_set)
+                fill(disk, leave_kib=room_kib)
+                gate.open.set()
+                assert run.wait() == 1, run.output
+                assert not run.processes()
+        checkpoint = run.folder / "checkpoints" / "step_00001"
+        assert run.output.count(f"{run.folder}/model could not be saved: ") == 1
+        assert "No space left" in run.output and "it takes 78" in run.output and "error: rank" not in run.output
+        if room_kib:  # for what the second step says, not for its model
+            assert run.output.count(f"error: {run.folder}/checkpoints/step_00002 could not be saved: ") == 1
+            assert "could not be saved" in RunFolder(run.folder).status["ended"]
+        else:
+            assert run.output.count(f"error: {run.folder} could not be written: ") == 1
+            assert "Traceback" not in run.output
+        assert f"2 of 50 steps are done, the newest model that is saved is of step 1: {checkpoint}" in run.output
+        assert f"model.path={checkpoint} run.name=run-2 run.steps=49 run.seed=2" in run.output
+        assert not [*disk.rglob("*.part")]
+        AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
 def test_a_user_that_always_fails_ends_all_ranks_with_the_first_three_errors_and_saves_nothing(tmp_path):
@@ -110,6 +148,7 @@ def test_a_user_that_always_fails_ends_all_ranks_with_the_first_three_errors_and
     assert {path.name for path in run.folder.rglob("*") if path.is_file() and path.parent.name != "tensorboard"} == {
         "config.yaml",
         "environment.json",
+        "status.json",
         "totals.json",
     }
 
@@ -182,7 +221,9 @@ def test_a_budget_that_means_nothing_is_refused(override, message):
 
 
 def test_a_signal_that_torchrun_passes_on_counts_once(capfd):
-    with StopSignals([os.getpid()], "runs/x", is_main=True, echoes=True) as signals:
+    peers = Peers(0, {0: os.getpid()}, bytearray(1))
+    folder = RunFolder(Path("runs/x"))
+    with StopSignals(peers, folder, is_main=True, echoes=True) as signals, signals.granted():
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.1)
