@@ -82,7 +82,7 @@ def pieces(chat: Chat, token_ids: Iterable[int]) -> Iterator[str]:
     given = ""
     for token in token_ids:
         so_far.append(token)
-        _, said = chat.read(so_far)
+        _, said = chat.read(so_far, ended=False)
         whole = given if said.endswith("\ufffd") or may_open(said) else said
         yield whole[len(given) :]
         given = whole

@@ -12,7 +12,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.model_folder import check_files, one_line
-from rollout.thoughts import MARK, closing, open_end, split_thought
+from rollout.thoughts import MARK, closing, never_ends, open_end, split_thought
 from rollout.types import Message, Reply
 
 ENDS_IN = ("config.json", "generation_config.json")
@@ -165,12 +165,18 @@ class Chat:
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def read(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """(what a sampled message thought, what it said), without special tokens: `rollout.thoughts`."""
-        return split_thought(self._words(token_ids), opened=bool(self.thought_opening))
+    def read(self, token_ids: Sequence[int], *, ended: bool = True) -> tuple[str, str]:
+        """(what a sampled message thought, what it said), without special tokens: `rollout.thoughts`.
+
+        One that has not `ended` keeps the blanks that it ends with so far.
+        """
+        words = self._words(token_ids)
+        return split_thought(words.rstrip() if ended else words, opened=bool(self.thought_opening))
 
     def num_thought_tokens(self, token_ids: Sequence[int], thought: str) -> int:
-        """How many of the sampled tokens `thought`, which was read from them, takes."""
+        """How many of the sampled tokens `thought`, which was read from them, takes: all, where it never ends."""
+        if never_ends(thought):
+            return len(token_ids)
         length = len(thought.rstrip())
         low, high = 0, len(token_ids)
         while low < high:  # the fewest tokens whose words are as long
@@ -184,7 +190,7 @@ class Chat:
         for index in [index for index, number in enumerate(token_ids) if number in self._marks]:
             pieces += [self._decoded(token_ids[start:index]), self._marks[token_ids[index]]]
             start = index + 1
-        return "".join([*pieces, self._decoded(token_ids[start:])]).strip()
+        return "".join([*pieces, self._decoded(token_ids[start:])]).lstrip()
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)

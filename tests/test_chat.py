@@ -16,6 +16,8 @@ from launch import chat as command
 from launch.chat import Model, Session, pieces, run_system_prompt, text_or_file
 from rollout.chat import Chat
 from rollout.engine import SampleRequest
+from tests.test_templates import ids_of
+from tests.test_thoughts import ASKS, OPENS, PLAIN, chat_with
 from tests.tiny import TEMPLATE, make_engine, make_model
 
 
@@ -238,3 +240,42 @@ def test_weights_that_do_not_fit_the_config_are_told(tmp_path):
 def new_session(folder, system=""):
     chat = Chat.load(folder)
     return Session(Model(folder, chat.stop_ids), chat, system, temperature=0, max_reply_tokens=12)
+
+
+class Saying:
+    """A model that says what it is told to, and remembers what it was asked."""
+
+    max_context_tokens = 512
+
+    def __init__(self, chat, *texts):
+        self.asked = []
+        self._replies = iter([ids_of(chat, text) for text in texts])
+
+    def stream(self, prompt_ids, max_tokens, temperature):
+        self.asked.append(list(prompt_ids))
+        yield from next(self._replies)
+
+
+def test_what_the_model_thinks_is_neither_shown_nor_part_of_the_conversation(capsys):
+    chat = chat_with(OPENS)
+    model = Saying(chat, ASKS, "Hm.</think>The end.", "Well, well", "Hm.</think><b", "Hm.</think>Yes.")
+    session = Session(model, chat, "", temperature=0, max_reply_tokens=200)
+    for text, shown in (
+        ("Hi.", "Here is your text.\n"),
+        ("And then?", "The end.\n"),
+        ("Go on.", "\n"),  # it never leaves its thought
+        ("Go on.", "<b\n"),  # half a mark, as it seemed, and none
+    ):
+        session.say(text)
+        assert capsys.readouterr().out == shown
+    said = [message["content"] for message in session.messages]
+    assert said == ["Hi.", "Here is your text.", "And then?", "The end.", "Go on.", "<b"]
+    session.say("Bye.")
+    assert model.asked[-1] == chat.prompt_ids([*session.messages[:6], user("Bye.")])  # the template drops thoughts
+
+
+def test_a_thought_without_end_is_told(capsys):
+    chat = chat_with(PLAIN)
+    session = Session(Saying(chat, "<think>Hm, hm"), chat, "", temperature=0, max_reply_tokens=200)
+    session.say("Hi.")
+    assert "said nothing; your message is forgotten" in capsys.readouterr().err and session.messages == []

@@ -95,7 +95,8 @@ def test_only_what_follows_the_thought_is_said_judged_and_counted(form):
     talk, user = play(chat, ASKS + "<|im_end|>", "I see.\n</think>\n\nThe end.<|im_end|>")
     assert user.heard == ["Here is your text."]
     assert [m["content"] for m in talk.messages] == ["Hi.", "Here is your text.", "And then?", "The end."]
-    assert rubric(talk) == (0.0, {"questions": 0, "worded": 0, "on_topic": 0})
+    value, counted = rubric(talk)
+    assert value == 0.0 and counted["questions"] == 0  # the thought asks, what is said does not
     first_only, _ = play(chat, ASKS + "<|im_end|>")
     weights = {"bleu_score": 1.0, "token_amount": 1.0}
     settings = RewardSettings(weights=weights, bleu_score={"extract": "last"})
@@ -177,8 +178,9 @@ def test_thoughts_are_trained_unless_the_setting_says_otherwise():
 
 def test_a_reply_that_is_all_an_untrained_thought_trains_nothing():
     chat = chat_with(OPENS)
-    talk, _ = play(chat, "What tone do they", train_thoughts=False)
-    assert train_sequences([[Sample(0, talk.replies, 1.0)]], [1.0]) == []
+    for text in ("What tone do they", "What tone do they<|im_end|>"):
+        talk, _ = play(chat, text, train_thoughts=False)
+        assert train_sequences([[Sample(0, talk.replies, 1.0)]], [1.0]) == []
     talk, _ = play(chat, "What tone do they", train_thoughts=True)
     assert len(train_sequences([[Sample(0, talk.replies, 1.0)]], [1.0])) == 1
 
