@@ -14,6 +14,7 @@ from rollout.settings import near_name
 
 SETTING = {
     "zero_optimization.stage": "deepspeed.stage",
+    "communication_data_type": "deepspeed.communication_dtype",
     "gradient_clipping": "optimizer.max_grad_norm",
     "bf16": "model.dtype",
     "bf16.enabled": "model.dtype",

@@ -236,7 +236,7 @@ def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: D
         | wide
         | summed
         | {
-            "zero_optimization": {"stage": zero.stage, "reduce_bucket_size": REDUCE_BUCKET},
+            "zero_optimization": {"stage": zero.stage},
             "zero_allow_untested_optimizer": True,
             "bf16": {
                 "enabled": model.dtype == "bfloat16",
@@ -248,7 +248,9 @@ def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: D
             "steps_per_print": 10**9,
         }
     )
-    return with_extra(ours, zero.extra)
+    whole = with_extra(ours, zero.extra)
+    whole["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
+    return whole
 
 
 def check_extra(model: ModelSettings, optimizer: OptimizerSettings, zero: DeepSpeedSettings) -> None:
