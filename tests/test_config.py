@@ -282,7 +282,7 @@ def test_a_folder_that_is_no_run_or_holds_what_the_run_reads_is_never_emptied(tm
 def test_a_budget_below_the_longest_prompt_and_reply_is_refused(tmp_path, small_model):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "x", "reference": "y"}\n' * 2)
-    settings = [f"run.folder={tmp_path}", f"data.train={rows}", "data.validation=null"]
+    settings = [f"run.folder={tmp_path}", f"data.train={rows}", "data.validation=null", "rollout.train_on=first_reply"]
     with pytest.raises(ValueError, match="update.max_tokens_per_micro_batch: 64 is less than the longest prompt"):
         check_inputs(load_config(QUICKSTART, [*settings, "update.max_tokens_per_micro_batch=64"]))
     with pytest.raises(ValueError, match="is the training file"):
