@@ -5,16 +5,22 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 
 from rollout.gpus import check_free
 
 
 def main() -> None:
-    """The variable that names the GPUs, its value, and the share of their memory that must be free."""
-    variable, chosen, share = sys.argv[1:]
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.free_gpus", description="Refuses GPUs that something else uses, in words."
+    )
+    parser.add_argument("variable", help="name of the variable that chooses the GPUs, for messages")
+    parser.add_argument("gpus", help="its value, as in CUDA_VISIBLE_DEVICES")
+    parser.add_argument("share", type=float, help="of their memory that must be free")
+    options = parser.parse_args()
     try:
-        check_free(variable, chosen, float(share))
+        check_free(options.variable, options.gpus, options.share)
     except ValueError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -123,15 +123,19 @@ class LLMClient:
             except Failed as failure:
                 error = failure.error
                 self._errors[error.kind] += 1
-                if failure.overloaded and self._pulse.silent_s(self._clock()) < self.settings.patience_s:
+                others = len(set(failed_at)) < len(self.settings.addresses)
+                used_up += not failure.overloaded
+                if failure.overloaded:
+                    is_last = self._pulse.silent_s(self._clock()) >= self.settings.patience_s
+                else:
+                    is_last = used_up == self.settings.max_attempts or not self._worth_a_retry(error, others)
+                if is_last:
+                    self._failures[error.kind] += 1
+                    raise self._last(failure) from None  # the package's own error may quote the key
+                if failure.overloaded:
                     pause_s = 0.0  # it waits for a place, and all with it for the server
                     self._tell_of_silence(error)
                 else:
-                    used_up += 1
-                    others = len(set(failed_at)) < len(self.settings.addresses)
-                    if used_up == self.settings.max_attempts or not self._worth_a_retry(error, others):
-                        self._failures[error.kind] += 1
-                        raise self._last(failure) from None  # the package's own error may quote the key
                     pause_s = min(self._pause_s(used_up), wait_left_s)
                     wait_left_s -= pause_s
             self._retries += 1

@@ -84,7 +84,7 @@ class Pulse:
 
     def slow_since(self, sent_at: float) -> bool:
         """Whether what was answered since then, if anything, came late. If not, one that still waits is to blame."""
-        return self._late_at >= sent_at or self._answered_at < sent_at
+        return self._late_at >= sent_at or self._answered_at <= sent_at
 
 
 class Places:

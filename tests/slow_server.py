@@ -43,8 +43,8 @@ class SlowServer:
     """Answers `slots` questions at once, each in `seconds`, which grow by `factor` after `slow_down_after` answers. More
     wait in line (or get 503, where it `refuses` them), and leave it when nobody waits for their answer any longer.
 
-    To the question HANGS it never has an answer. `answered` counts the answers, `needed_s` the seconds that they took of
-    the whole server, at best.
+    While it is `gone` it refuses connections, and loses those it had. To the question HANGS it never has an answer.
+    `answered` counts the answers, `needed_s` the seconds that they took of the whole server, at best.
     """
 
     HANGS = "hang"
@@ -78,6 +78,8 @@ class SlowServer:
         async with self._free:
             seconds = self.seconds * (self.factor if self.answered >= self.slow_down_after else 1.0)
             await asyncio.sleep(seconds)
+        if self.gone:
+            raise openai.APIConnectionError(request=request) from httpx2.ReadError("lost")
         self.answered += 1
         self.needed_s += seconds / self.slots
         message = SimpleNamespace(content='{"score": 0.5}')

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, GPTJConfig
 
 from grpo.constants import check_constants, constants, persistent_buffers, plain_constants
-from grpo.policy import Policy
-from tests.groups import Alone
 from tests.torchrun import torchrun
 
 EVERY = [f"{stage}/{dtype}" for stage in range(4) for dtype in ("float32", "bfloat16")] + ["3/bfloat16/checkpointed"]
@@ -120,12 +117,3 @@ def test_the_first_constant_that_differs_is_named(tmp_path, change, told):
     with pytest.raises(RuntimeError) as refusal:
         check_constants(model, plain)
     assert told in str(refusal.value)
-
-
-def test_buffers_of_the_checkpoint_are_saved_with_the_weights(tmp_path):
-    model = saved(tmp_path, EXPERTS)
-    policy = SimpleNamespace(
-        ranks=Alone(0, 1, torch.device("cpu")), tied=False, causal_lm=model, weights=model.named_parameters
-    )
-    state = Policy.state_on_main(policy)
-    assert state.keys() == model.state_dict().keys() and state[BIAS].equal(model.get_buffer(BIAS))

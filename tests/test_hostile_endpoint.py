@@ -44,8 +44,11 @@ class ByteChat:
     def next_prompt_ids(self, history: Sequence[Message], reply: Reply, said: Message) -> list[int]:
         return self.prompt_ids([*history, said])
 
-    def text(self, token_ids: Sequence[int]) -> str:
-        return bytes(token_ids).decode()
+    def as_sampled(self, reply: Reply) -> Message:
+        return {"role": "assistant", "content": reply.text}
+
+    def read(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        return "", bytes(token_ids).decode()
 
     def without_control_tokens(self, text: str) -> str:
         return text

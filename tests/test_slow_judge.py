@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -161,7 +162,7 @@ def test_eight_ranks_get_what_a_server_can_serve_that_slows_to_a_fifth(monkeypat
 
 def test_a_server_for_which_the_time_limit_is_too_short_costs_time_and_no_answers(monkeypatch):
     server = SlowServer(slots=32, seconds=2.0, slow_down_after=500, factor=5.0)
-    outcome = play(server, 1000, monkeypatch, timeout_s=15.0, max_concurrency=64, max_attempts=1)
+    outcome = play(server, 1000, monkeypatch, timeout_s=15.0, max_concurrency=64, max_attempts=3)
     assert outcome["errors"]["timeout"] > 0 and not outcome["failures"]
     assert outcome["share"] > 0.3
 
@@ -188,13 +189,14 @@ def test_a_server_that_is_away_for_a_while_is_waited_for_and_one_that_stays_away
         return await asyncio.gather(*asked, return_exceptions=True), clock() - started
 
     outcomes, took_s = in_virtual_time(goes_away(200.0))
-    assert outcomes == [{"score": 0.5}] * 40 and 203 < took_s < 230
+    assert outcomes == [{"score": 0.5}] * 40 and 203 <= round(took_s) < 230
     assert caplog.text.count("nothing was answered by rewards.judge for") == 1
     outcomes, took_s = in_virtual_time(goes_away(5000.0))
     lost = [outcome for outcome in outcomes if isinstance(outcome, LLMError)]
     patience_s = RECIPE.rewards.judge.patience_s
     assert len(lost) > 20 and {error.kind for error in lost} == {"connection"}
-    assert all("nothing was answered by rewards.judge for 9" in error.detail for error in lost) and patience_s == 900
+    silences_s = [float(re.search(r"nothing was answered by rewards.judge for ([\d.]+) s", str(one))[1]) for one in lost]
+    assert patience_s == 900 <= min(silences_s) and max(silences_s) < 1300
 
 
 def test_a_question_that_hangs_alone_uses_up_its_tries_while_others_are_answered(monkeypatch):
@@ -223,12 +225,12 @@ def test_a_question_that_hangs_when_nobody_else_asks_is_given_up_too(monkeypatch
 
     async def play() -> float:
         await client.ask(QUESTION, SCHEMA)
-        with pytest.raises(LLMError, match="nothing was answered by rewards.judge for 1[58]"):
+        with pytest.raises(LLMError, match="nothing was answered by rewards.judge for 900"):
             await client.ask([{"role": "user", "content": SlowServer.HANGS}], SCHEMA)
         return asyncio.get_running_loop().time()
 
     server.stand_in(monkeypatch)
-    assert in_virtual_time(play()) == pytest.approx(1500, abs=20)  # two of its five tries fell into the patience of 900 s
+    assert in_virtual_time(play()) == pytest.approx(900, abs=20)  # three tries, as long as its patience
 
 
 def test_refusals_use_up_no_tries_while_others_are_answered():
