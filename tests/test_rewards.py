@@ -43,8 +43,7 @@ def conversation(*said, ended="turn_limit", finish_reason="stop", failure=None):
         ("What should it cover (the hive, the honey, the neighbours)?", 0.75),
         ("Should I mention Dr. Smith of the U.S. Lab?", 0.75),
         ("Who is it for?", 0.5),
-        ("Does rain fall in London tomorrow?", 0.25),
-        ("Welcome to your creative writing class! What brings you here today?", 0.25),
+        ("Does rain fall in London tomorrow?", 0.5),
         ("Where is Hull?", 0.25),
         ("What about the bees? How is the roof made? When did the bees come? Who else keeps bees there?", 0.5),
         ("Who? How long? Which details about the bees matter most to you?", 0.5),
@@ -88,9 +87,8 @@ ASKED = "What should I say about the bees?"
         (("Bees hum.", "Hmm, I am not sure this is it.", "What should the bees do next?"), 0.25),
         # Told without being asked, it can be used all the same.
         (("Bees hum.", TOLD, "Ratchet straps hold the hive eleven floors above Canal Street."), 0.5),
-        # A question asked twice, or a text said twice, leaves a quarter of what the text is worth.
-        ((ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street. " + ASKED), (1 + 0.25) / 2),
-        ((ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street. " * 2), (1 + 0.25) / 2),
+        # A question asked twice halves what the text is worth.
+        ((ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street. " + ASKED), 0.75),
         # The last reply counts, with all that was told before it.
         ((ASKED, TOLD, "How is the hive made?", "Go on.", "Ratchet straps hold the hive above a floor."), (1 + 6 / 9 / 0.8) / 2),
     ],
