@@ -29,6 +29,8 @@ OVERLAPPED = {
     "rollout__train_on": "all_replies",
     "rollout__dynamic_sampling": {"max_rounds": 1},
     "loss__correction": "token",
+    # Adam divides by the size of a gradient: rounding of tiny ones would count in full, and flip a token on two ranks.
+    "optimizer__eps": 1e-3,
 }
 
 
