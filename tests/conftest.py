@@ -28,7 +28,10 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
-SLOW_FIRST = ("test_training", "test_stopping", "test_exactness", "test_engine_remote", "test_overlap", "test_update")
+SLOW_FIRST = (
+    *("test_training", "test_stopping", "test_exactness", "test_engine_remote", "test_overlap", "test_update"),
+    *("test_communication", "test_fidelity", "test_families", "test_sync"),
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
