@@ -42,9 +42,9 @@ def mind_neighbours(num_threads: int) -> None:
     """From now on, while other processes want the cores of this one's `num_threads` OpenMP threads, these spin briefly.
 
     Who spins for a thread that has lost its core keeps it from the core that is left: a training step beside one busy
-    loop on two cores took three times as long (tests/bench/bench_neighbour.py). Nothing happens where there is nothing
-    to mend: one thread alone, another OpenMP, no /proc, or OMP_WAIT_POLICY or GOMP_SPINCOUNT set by the user, which
-    say how long to spin.
+    loop on two cores took three times as long (tests/bench/bench_neighbour.py measures it). Nothing happens where
+    there is nothing to mend: one thread alone, another OpenMP, no /proc, or OMP_WAIT_POLICY or GOMP_SPINCOUNT set by
+    the user, which say how long to spin.
     """
     chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
     if num_threads > 1 and not chosen and sys.platform == "linux" and _STAT.exists() and _gnu_openmp():

@@ -13,8 +13,6 @@ _OPENS = re.compile(rf"\s*(?:<{_NAME}>|\[think\])", re.IGNORECASE)
 _CLOSES = re.compile(rf"(?:</{_NAME}>|\[/think\])\s*", re.IGNORECASE)
 _OPEN_END = re.compile(rf"(?:<{_NAME}>|\[think\])\s*\Z", re.IGNORECASE)
 _CLOSED_END = re.compile(rf"(?:</{_NAME}>|\[/think\])\s*\Z", re.IGNORECASE)
-
-
 _MAY_OPEN = re.compile(r"[<\[][\w:]*")
 
 
