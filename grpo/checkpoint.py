@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from grpo.disk import NotWritten, flush_folder, free_bytes, in_words, is_disk_fault
+from grpo.disk import NotWritten, flush_folder, free_bytes, in_words
 from grpo.policy import Policy
-from rollout.files import share_as_folder
+from rollout.files import is_disk_fault, share_as_folder
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -23,11 +23,6 @@ class NotWritten(RuntimeError):
     """The system did not take what a run wrote: the disk is full, over its quota, read-only or gone."""
 
 
-def is_disk_fault(error: BaseException) -> bool:
-    """Safetensors and tokenizers raise errors of their own, which tell the system's by its number."""
-    return isinstance(error, OSError) or "(os error " in str(error)
-
-
 @contextmanager
 def whole_file(path: Path) -> Iterator[TextIO]:
     """A file to write, which is whole or absent at `path` whenever the process ends; no part stays behind a fault."""

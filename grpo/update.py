@@ -29,6 +29,7 @@ from grpo.policy import Policy, Reference
 from grpo.ranks import Ranks
 from grpo.sequences import train_sequences, valid_samples
 from grpo.sync import check_gap
+from rollout.cores import take_cores
 from rollout.settings import TrainOn
 
 LARGEST = ("gap", "new_ratio")
@@ -215,7 +216,9 @@ class Updater:
 
     def _batches(self, mini_batch: _MiniBatch) -> Iterator[PackedBatch]:
         """Its micro-batches, on the device."""
-        return (batch.to(self.ranks.device) for batch in mini_batch.micro_batches)
+        for batch in mini_batch.micro_batches:
+            take_cores()
+            yield batch.to(self.ranks.device)
 
     def _accumulate(self, mini_batch: _MiniBatch, old_logprobs: Sequence[torch.Tensor | None], tally: Tally) -> None:
         """Adds up the mini-batch's gradient."""

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from launch.terminal import drop_output, printable
 from rollout.chat import Chat
-from rollout.cores import mind_neighbours
+from rollout.cores import mind_neighbours, take_cores
 from rollout.gpus import check_seen
 from rollout.model_folder import read_model
 from rollout.settings import user_path
@@ -65,6 +65,7 @@ class Model:
         ids_1L = torch.tensor([prompt_ids], device=self._device)
         cache = DynamicCache(config=self._model.config)
         for _ in range(max_tokens):
+            take_cores()
             logits_V = self._model(input_ids=ids_1L, past_key_values=cache, logits_to_keep=1).logits[0, -1].float()
             if temperature == 0:
                 token_1 = logits_V.argmax(keepdim=True)

@@ -24,8 +24,10 @@ _ASKING = frozenset(
     "can't could would wouldn't will should shall have has may might am".split()
 )
 _LEADING = frozenset("and but or so then also first second finally if".split())
-_READER = frozenset("you your yours we us".split())
-_PIECE = frozenset("it piece article text story post draft i".split())
+_SPOKEN_TO = frozenset("you your yours i we us".split())
+_PIECE = frozenset(
+    "piece article text story post draft say write mention include cover tone style reader readers audience length".split()
+)
 _COMMON = frozenset(
     "a about after again ah all already also am an and any are as at be because been before being but by can could did do "
     "does doing few for from get glad give go good had has have hello help her here him his how i i'd i'm if in into is it "
@@ -41,6 +43,10 @@ UNFINISHED = 0.75
 """Factor on a reply that was cut off: its reader has to guess the rest."""
 LATE = 0.5
 """Factor on a question that the first reply should have asked."""
+AGAIN = 0.25
+"""Factor on the use of what was told, where something is said or asked again."""
+TWICE_RUN = 8
+"""Words in a row that stand in a reply twice, when it says the same twice."""
 MIN_TOLD, ALL_TOLD = 3, 0.8
 """Content words that make a message tell something; the share of them that a reply need take up."""
 
@@ -50,8 +56,8 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
 
     Asking is the value of the first reply's question (`question_value`), or half of a later reply's where the first
     asked nothing. Using is the share of what the user told that the last reply takes up (`_used`), 0 where the user
-    told nothing. Using is halved where a reply repeats a question of an earlier one. Where nobody came to answer the
-    first reply, as with `rollout.continuations: 0`, asking alone counts.
+    told nothing. It is worth a quarter where the last reply says the same twice, or a reply repeats a question of an
+    earlier one. Where nobody came to answer the first reply, as with `rollout.continuations: 0`, asking alone counts.
     """
     first = conversation.first_reply
     opening = _words(conversation.opening)
@@ -61,8 +67,8 @@ def rubric(conversation: Conversation) -> tuple[float, dict[str, object]]:
     later = conversation.replies[1:]
     if not asks:
         asks = LATE * max((question_value(reply, opening)[0] for reply in later), default=0.0)
-    uses, again = _used(conversation, opening), _asks_again(conversation)
-    return (asks + (0.5 * uses if again else uses)) / 2, counted | {"asks": asks, "uses": uses, "asks_again": again}
+    uses, again = _used(conversation, opening), _asks_again(conversation) or _says_twice(conversation.replies[-1])
+    return (asks + (AGAIN * uses if again else uses)) / 2, counted | {"asks": asks, "uses": uses, "again": again}
 
 
 def question_value(reply: Reply, opening: list[str]) -> tuple[float, dict[str, object]]:
@@ -72,9 +78,11 @@ def question_value(reply: Reply, opening: list[str]) -> tuple[float, dict[str, o
     quoted from the user's opening (three in a row or more), and begins, or goes on after a comma, with a question
     word or an auxiliary. An offer ("How can I help?") asks nothing. The best worded question decides:
 
-    - 1: about the topic: it shares the stem of a content word with the user's opening;
-    - else 0.25, and 0.25 more where it is addressed to the user ("you", "your") or about the piece ("it", "the
-      article"), and 0.25 more where it has substance: two content words or more;
+    - 1: about the piece: it names the piece or what a piece has ("the article", "mention", "the tone"), or it is both on
+      the topic, by "it" or the stem of a content word of the user's opening, and addressed to the user ("you", "I");
+    - 0.5: on the topic alone, as in a quiz ("What is honey?"), or addressed to the user alone, as small talk is ("What
+      brings you here today?");
+    - 0.25: neither;
     - 0: there is none, or one is asked twice.
 
     More than two questions of any kind make it 0.5 at most. Halved where more than 15 words follow the last
@@ -90,18 +98,18 @@ def question_value(reply: Reply, opening: list[str]) -> tuple[float, dict[str, o
         and not _echoes(_words(sentences[number]), opening)
     ]
     topic = _content_stems(opening)
-    on_topic = sum(bool(topic & set(map(_stem, words))) for words in worded)
+    values = [_about(words, topic) for words in worded]
     if not worded or len(set(map(tuple, worded))) < len(worded):
         value = 0.0
     else:
-        value = 1.0 if on_topic else 0.25 + 0.25 * max(map(_merits, worded))
+        value = max(values)
     if len(asked) > MAX_QUESTIONS:
         value = min(value, 0.5)
     if asked and sum(len(_words(sentence)) for sentence in sentences[asked[-1] + 1 :]) > MAX_WORDS_AFTER:
         value *= 0.5
     if reply.cut:
         value *= UNFINISHED
-    return value, {"questions": len(asked), "worded": len(worded), "on_topic": on_topic}
+    return value, {"questions": len(asked), "worded": len(worded), "about_piece": values.count(1.0)}
 
 
 def _used(conversation: Conversation, opening: list[str]) -> float:
@@ -138,9 +146,19 @@ def _asks_again(conversation: Conversation) -> bool:
     return False
 
 
-def _merits(words: list[str]) -> int:
-    """0 to 2: is it addressed to the user or about the piece, and has it substance?"""
-    return bool((_READER | _PIECE) & set(words)) + (len(set(words) - _COMMON) >= 2)
+def _says_twice(reply: Reply) -> bool:
+    words = _words(reply.text)
+    runs = [tuple(words[start : start + TWICE_RUN]) for start in range(len(words) - TWICE_RUN + 1)]
+    return len(set(runs)) < len(runs)
+
+
+def _about(words: list[str], topic: frozenset[str]) -> float:
+    """What a worded question is worth."""
+    on_topic = "it" in words or not topic.isdisjoint(map(_stem, words))
+    addressed = not _SPOKEN_TO.isdisjoint(words)
+    if not _PIECE.isdisjoint(words) or (on_topic and addressed):
+        return 1.0
+    return 0.5 if on_topic or addressed else 0.25
 
 
 def _content_stems(words: list[str]) -> frozenset[str]:

@@ -1,9 +1,9 @@
 """The cores of a machine without a GPU: between threads of one process that compute on them by turns, and between
 that process and others.
 
-Both are about GNU OpenMP, which torch's builds for a CPU bring along. Its threads spin while they wait for each other,
-for milliseconds, which saves a seventh of a training run as long as nobody else wants the core. It knows how to be
-brief: once it has more threads than there are cores, each of them spins for microseconds, then sleeps.
+Both are about threads that compute one product together. They wait for each other thousands of times a second, and
+those of GNU OpenMP, which torch's builds for a CPU bring along, spin meanwhile, for milliseconds. That saves a seventh
+of a training run as long as nobody else wants the cores.
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
+
 _OMP_PAUSE_SOFT = 1
 _LOOK_EVERY_S = 0.5
 _STAT = Path("/proc/stat")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+MUST_LEAVE, MAY_LEAVE = 0.25, 0.15
+"""Of a core: what others may use of ours before we leave it to them, and before we take it back. A desktop at rest
+needs a tenth; two limits, so that threads do not come and go."""
 
 
 def leave_cores() -> None:
@@ -39,41 +44,50 @@ def leave_cores() -> None:
 
 @cache
 def mind_neighbours(num_threads: int) -> None:
-    """From now on, while other processes want the cores of this one's `num_threads` OpenMP threads, these spin briefly.
+    """From now on, `take_cores` leaves the cores to other processes that want them, but for one.
 
-    Who spins for a thread that has lost its core keeps it from the core that is left: a training step beside one busy
-    loop on two cores took three times as long (tests/bench/bench_neighbour.py measures it). Nothing happens where
-    there is nothing to mend: one thread alone, another OpenMP, no /proc, or OMP_WAIT_POLICY or GOMP_SPINCOUNT set by
-    the user, which say how long to spin.
+    A thread that has lost its core holds up all that compute with it: two threads beside one busy loop on two cores
+    take three times as long for a training step, one thread less than twice (tests/bench/bench_neighbour.py measures
+    it). `num_threads` are used while nobody else wants the cores. Nothing happens where there is nothing to mend: one
+    thread alone, no /proc, or OMP_NUM_THREADS set by the user, which says how many there are.
     """
-    chosen = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
-    if num_threads > 1 and not chosen and sys.platform == "linux" and _STAT.exists() and _gnu_openmp():
+    if num_threads > 1 and "OMP_NUM_THREADS" not in os.environ and sys.platform == "linux" and _STAT.exists():
+        _fitting.number = num_threads
         threading.Thread(target=_mind, args=(num_threads,), name="neighbours", daemon=True).start()
+
+
+def take_cores() -> None:
+    """Gives the calling thread as many threads to compute with as fit. To call often; it costs microseconds."""
+    if _fitting.number and _fitting.number != torch.get_num_threads():
+        torch.set_num_threads(_fitting.number)  # of the calling thread alone, in OpenMP
 
 
 def _mind(num_threads: int) -> None:
     cores = os.sched_getaffinity(0)
-    crowded, before = False, Usage.now(cores)
+    before = Usage.now(cores)
     while True:
         time.sleep(_LOOK_EVERY_S)
         now = Usage.now(cores)
-        was_crowded, crowded = crowded, is_crowded(now.others_since(before), len(cores) - num_threads, crowded)
-        before = now
-        if crowded and not was_crowded:
-            be_brief()
-        elif was_crowded and not crowded:
-            leave_cores()
+        others, before = now.others_since(before), now
+        _fitting.number = fitting_threads(num_threads, _fitting.number, len(cores) - others)
 
 
-def be_brief() -> None:
-    """Lets no OpenMP thread of this process spin for long, until the calling thread ends or leaves the cores.
+def fitting_threads(most: int, present: int, free: float) -> int:
+    """How many threads fit on `free` cores, of 1 to `most`."""
+    if free + MUST_LEAVE < present:
+        present = int(free + MUST_LEAVE)
+    else:
+        present = max(present, int(free + MAY_LEAVE))
+    return min(max(present, 1), most)
 
-    Its helpers, one fewer than cores, are what makes more threads than cores wherever another thread has a helper.
-    They do nothing: each frees a null pointer, then sleeps.
-    """
-    openmp = _gnu_openmp()
-    if openmp:
-        openmp.GOMP_parallel(ctypes.cast(openmp.free, ctypes.c_void_p), None, openmp.omp_get_num_procs(), 0)
+
+@dataclass(slots=True)
+class _Fitting:
+    number: int = 0
+    """Threads; 0 where nobody minds the neighbours."""
+
+
+_fitting = _Fitting()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +97,13 @@ class Usage:
     at: float
     """Seconds."""
     all_s: float
-    """Core-seconds of all processes on these cores."""
+    """Core-seconds of all processes on these cores, but for those that give way to this one, by their niceness."""
     own_s: float
     """Core-seconds of this process."""
 
     @classmethod
     def now(cls, cores: AbstractSet[int]) -> Usage:
-        names, ticks = {f"cpu{core}" for core in cores}, 0
-        for line in _STAT.read_text().splitlines():
-            name, *fields = line.split()
-            if name in names:
-                user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
-                ticks += user + nice + system + irq + softirq
+        ticks = busy_ticks(_STAT.read_text(), cores, with_nice=os.nice(0) > 0)
         return cls(time.monotonic(), ticks / _TICKS_PER_S, time.process_time())
 
     def others_since(self, before: Usage) -> float:
@@ -102,17 +111,19 @@ class Usage:
         return (self.all_s - before.all_s - (self.own_s - before.own_s)) / (self.at - before.at)
 
 
-def is_crowded(others: float, spare: int, was_crowded: bool) -> bool:
-    """Whether `others`, cores that other processes use, are more than the `spare` ones that our threads leave them.
-
-    A quarter of a core more: a desktop at rest needs a tenth. Less of it ends a crowd, so that it does not come and go.
-    """
-    return others > spare + (0.15 if was_crowded else 0.25)
+def busy_ticks(stat: str, cores: AbstractSet[int], with_nice: bool) -> int:
+    """What these cores have computed, by the text of /proc/stat; `with_nice`, for processes of niceness above 0 too."""
+    names, ticks = {f"cpu{core}" for core in cores}, 0
+    for line in stat.splitlines():
+        name, *fields = line.split()
+        if name in names:
+            user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
+            ticks += user + system + irq + softirq + (nice if with_nice else 0)
+    return ticks
 
 
 @cache
 def _gnu_openmp() -> ctypes.CDLL | None:
-    """Not before torch is imported, which brings its OpenMP along."""
     process = ctypes.CDLL(None)
     is_llvm = hasattr(process, "__kmpc_fork_call")  # Intel's too
     return process if hasattr(process, "omp_pause_resource_all") and not is_llvm else None

@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from rollout.cores import leave_cores
+from rollout.cores import leave_cores, take_cores
 from rollout.settings import EngineSettings, without_password
 
 Weights = Iterator[tuple[str, torch.Tensor]]
@@ -157,6 +157,7 @@ class SharedEngine:
                 if all(future.done() for _, future in waiting.values()):  # cancelled, or there is none
                     break
                 finished = []
+                take_cores()
                 for key, sampled in self.engine.step():
                     request, future = waiting.pop(key)
                     self.num_tokens += len(sampled.token_ids)

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from rollout.engine import Sampled, SampleRequest, Weights
-from rollout.files import share_as_folder
+from rollout.files import is_disk_fault, share_as_folder
 from rollout.policy_server import WHOLE_DISTRIBUTION, PolicyServer
 from rollout.settings import EngineSettings
 
@@ -109,11 +110,8 @@ class RemoteEngine:
 
     def _push(self, weights: Weights) -> None:
         folder = self._weights_folder / f"policy-{uuid.uuid4().hex}"
-        folder.mkdir()
         try:
-            for number, shard in enumerate(_shards(weights)):
-                save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
-            share_as_folder(folder)  # the server may be another user's
+            _write(weights, folder)
             self._server.call_workers("reload_weights", weights_path=str(folder.resolve()))
             if self._server.post("/reset_prefix_cache") != {"success": True}:
                 raise RuntimeError(
@@ -126,7 +124,7 @@ class RemoteEngine:
                 f"{self._server.where} did not load the weights from {folder} ({reason}); see its log"
             ) from None
         finally:
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)  # it may never have been made
 
     def fingerprint(self) -> list[tuple[tuple[str, ...], float | None]]:
         (marks,) = self._server.call_workers("weight_marks")
@@ -142,6 +140,21 @@ class RemoteEngine:
         self._thread.join()
         self._loop.close()
         self._server.close()
+
+
+def _write(weights: Weights, folder: Path) -> None:
+    try:
+        folder.mkdir()
+        for number, shard in enumerate(_shards(weights)):
+            save_file(shard, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+        share_as_folder(folder)  # the server may be another user's
+    except Exception as error:
+        if not is_disk_fault(error):
+            raise
+        raise RuntimeError(
+            f"engine.weights_folder: the weights cannot be written to {folder.parent} ({error}); it must have room for "
+            "a copy of the model"
+        ) from error
 
 
 def _shards(weights: Weights) -> Iterator[dict[str, torch.Tensor]]:

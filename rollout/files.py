@@ -14,3 +14,8 @@ def share_as_folder(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
+
+
+def is_disk_fault(error: BaseException) -> bool:
+    """Safetensors and tokenizers raise errors of their own, which tell the system's by its number."""
+    return isinstance(error, OSError) or "(os error " in str(error)

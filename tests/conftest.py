@@ -34,10 +34,18 @@ SLOW_FIRST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="without the files that take long: under two minutes in all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files that take minutes begin, so that no worker is left with one of them at the end."""
     order = {name: number for number, name in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+    if config.getoption("--quick"):
+        slow = [item for item in items if item.path.stem in SLOW_FIRST]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item.path.stem not in SLOW_FIRST]
 
 
 # Whoever starts the tests in the background may have had Ctrl-C ignored, and their children inherit that.

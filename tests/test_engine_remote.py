@@ -30,6 +30,7 @@ from rollout.engine import SampleRequest, SharedEngine, build_engine, choose_eng
 from rollout.policy_server import check_server
 from rollout.settings import EngineSettings
 from tests.fake_endpoint import FakeEndpoint
+from tests.small_disk import small_disk
 from tests.tiny import make_model
 from tests.torchrun import torchrun
 
@@ -207,6 +208,19 @@ def test_a_push_that_forgets_a_weight_is_noticed(engine, models):
     push_weights(weights_of(old), engine)
     with pytest.raises(RuntimeError, match="does not hold the weights that were pushed"):
         push_weights(weights_of(new), Forgetful(engine, {"model.layers.1.mlp.down_proj.weight"}))
+
+
+@needs_vllm
+def test_weights_that_find_no_room_are_told_and_leave_nothing_behind(server, models, tmp_path):
+    with small_disk(tmp_path / "disk", kib=100) as disk:
+        settings = settings_for(server, disk)
+        engine = build_engine(settings, models[0], torch.float32, torch.device("cpu"), stop_ids=(1,))
+        try:
+            with pytest.raises(RuntimeError, match=f"weights_folder: .* cannot be written to {disk} .*room for a copy"):
+                engine.push_weights(weights_of(AutoModelForCausalLM.from_pretrained(models[1])))
+            assert not [*disk.iterdir()]
+        finally:
+            engine.close()
 
 
 @needs_vllm

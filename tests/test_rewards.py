@@ -35,17 +35,19 @@ def conversation(*said, ended="turn_limit", finish_reason="stop", failure=None):
     ("reply", "value"),
     [
         ("I can help. What would you like the bees to do on the roof?", 1.0),
-        ("Lovely idea! How many bees are there? Is the roof in a city or a village?", 1.0),
+        ("Lovely idea! How many bees are there? Is the roof in a city or a village?", 0.5),
         ("Would you tell me more about the bee hive?", 1.0),
         ("To begin with, which things about the bees should it mention?", 1.0),
-        ("Happy to help. What do you want to say first?", 0.5),
-        ("What tone do you want, e.g. funny or plain?", 0.75),
-        ("What should it cover (the hive, the honey, the neighbours)?", 0.75),
-        ("Should I mention Dr. Smith of the U.S. Lab?", 0.75),
+        ("Happy to help. What do you want to say first?", 1.0),
+        ("What tone do you want, e.g. funny or plain?", 1.0),
+        ("What should it cover (the hive, the honey, the neighbours)?", 1.0),
+        ("Should I mention Dr. Smith of the U.S. Lab?", 1.0),
         ("Who is it for?", 0.5),
-        ("Does rain fall in London tomorrow?", 0.5),
+        ("What is a bee hive made of?", 0.5),
+        ("Welcome to your creative writing class! What brings you here today?", 0.5),
+        ("Does rain fall in London tomorrow?", 0.25),
         ("Where is Hull?", 0.25),
-        ("What about the bees? How is the roof made? When did the bees come? Who else keeps bees there?", 0.5),
+        ("What should I say about the bees? How is the roof made? When did the bees come? Who else keeps bees there?", 0.5),
         ("Who? How long? Which details about the bees matter most to you?", 0.5),
         ("Have you wondered what bees do on a roof? Here is an article. " + "Bees hum all day long. " * 5, 0.5),
         ("Hello there! How can I help? What can I do for you today?", 0.0),
@@ -84,11 +86,12 @@ ASKED = "What should I say about the bees?"
         ((ASKED, TOLD, "Do ratchet straps hold the hive eleven floors above Canal Street?"), 0.5),
         # Nothing was asked, so nothing was told; a late question is worth half.
         (("Bees hum.", "Hmm, I am not sure this is it.", "Bees hum all day."), 0.0),
-        (("Bees hum.", "Hmm, I am not sure this is it.", "What should the bees do next?"), 0.25),
+        (("Bees hum.", "Hmm, I am not sure this is it.", "What should I say about the bees next?"), 0.25),
         # Told without being asked, it can be used all the same.
         (("Bees hum.", TOLD, "Ratchet straps hold the hive eleven floors above Canal Street."), 0.5),
-        # A question asked twice halves what the text is worth.
-        ((ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street. " + ASKED), 0.75),
+        # A question asked twice, or a text said twice, leaves a quarter of what the text is worth.
+        ((ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street. " + ASKED), (1 + 0.25) / 2),
+        ((ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street. " * 2), (1 + 0.25) / 2),
         # The last reply counts, with all that was told before it.
         ((ASKED, TOLD, "How is the hive made?", "Go on.", "Ratchet straps hold the hive above a floor."), (1 + 6 / 9 / 0.8) / 2),
     ],
@@ -115,8 +118,8 @@ def test_a_reply_that_was_cut_off_loses_a_quarter_and_its_answer():
 def test_the_rubric_takes_the_topic_from_the_opening_that_the_reply_answers():
     talk = conversation("What would the trains carry?")
     opened = ({"role": "user", "content": "Tell me about trains."}, *talk.messages[1:])
-    assert rubric(talk)[1]["on_topic"] == 0
-    assert rubric(replace(talk, messages=opened, num_prompt_messages=0))[1]["on_topic"] == 1
+    assert rubric(talk)[0] == 0.25
+    assert rubric(replace(talk, messages=opened, num_prompt_messages=0))[0] == 0.5
 
 
 # ── tokens ──
