@@ -26,7 +26,8 @@ _ASKING = frozenset(
 _LEADING = frozenset("and but or so then also first second finally if".split())
 _SPOKEN_TO = frozenset("you your yours i we us".split())
 _PIECE = frozenset(
-    "piece article text story post draft say write mention include cover tone style reader readers audience length".split()
+    "piece article text story post draft say write mention include cover tone style reader readers audience "
+    "length".split()
 )
 _COMMON = frozenset(
     "a about after again ah all already also am an and any are as at be because been before being but by can could did do "
@@ -78,8 +79,8 @@ def question_value(reply: Reply, opening: list[str]) -> tuple[float, dict[str, o
     quoted from the user's opening (three in a row or more), and begins, or goes on after a comma, with a question
     word or an auxiliary. An offer ("How can I help?") asks nothing. The best worded question decides:
 
-    - 1: about the piece: it names the piece or what a piece has ("the article", "mention", "the tone"), or it is both on
-      the topic, by "it" or the stem of a content word of the user's opening, and addressed to the user ("you", "I");
+    - 1: about the piece: it names the piece or what a piece has ("the article", "mention", "the tone"), or it is both
+      on the topic, by "it" or the stem of a content word of the user's opening, and addressed to the user ("you", "I");
     - 0.5: on the topic alone, as in a quiz ("What is honey?"), or addressed to the user alone, as small talk is ("What
       brings you here today?");
     - 0.25: neither;

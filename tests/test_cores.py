@@ -1,4 +1,4 @@
-"""Threads that compute by turns keep no helpers waiting, and none holds up others on a core that another process has."""
+"""Threads that compute by turns keep no helpers waiting, and none holds up others on a core of another process."""
 
 from __future__ import annotations
 
