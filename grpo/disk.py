@@ -39,9 +39,10 @@ def whole_file(path: Path) -> Iterator[TextIO]:
 
 def flush_folder(folder: Path) -> None:
     """Has the system write `folder`'s files out. Network file systems tell only then that there was no room."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def free_bytes(folder: Path) -> int:

@@ -250,6 +250,8 @@ def deepspeed_config(model: ModelSettings, optimizer: OptimizerSettings, zero: D
     )
     whole = with_extra(ours, zero.extra)
     whole["zero_optimization"].setdefault("reduce_bucket_size", REDUCE_BUCKET)
+    if "offload_optimizer" in zero.offloads:  # it refuses torch's AdamW there, as slower than its own
+        whole.setdefault("zero_force_ds_cpu_optimizer", False)
     return whole
 
 

@@ -34,9 +34,11 @@ from grpo.folder_lock import LOCK_FILE, FolderLock, Taken
 
 RUN_ENTRIES = frozenset(
     "status.json config.yaml system_prompt.txt environment.json metrics.jsonl totals.json summary.json "
-    "tensorboard traces evaluations checkpoints model model.part".split()
+    "tensorboard traces evaluations checkpoints model".split()
 )
-"""Everything that lies in a run's folder but its lock; nothing else is ever removed."""
+"""Everything that lies in a run's folder but its lock, and what was being written when a run was killed (.part);
+nothing else is ever removed.
+"""
 FINISHED = "finished"
 
 
@@ -148,9 +150,9 @@ class RunFolder:
             if path.resolve().is_relative_to(self.path.resolve()):
                 raise ValueError(f"run.name: {self.path} would be emptied, and holds {path}; choose another name")
         found = {entry.name for entry in self.path.iterdir()} - {LOCK_FILE} if self.path.exists() else set()
-        if found and not found <= RUN_ENTRIES:
+        if foreign := {name for name in found if name.removesuffix(".part") not in RUN_ENTRIES}:
             raise ValueError(
-                f"run.name: {self.path} holds {min(found - RUN_ENTRIES)!r}, so it is no run's folder; choose another"
+                f"run.name: {self.path} holds {min(foreign)!r}, so it is no run's folder; choose another"
             )
         if "metrics.jsonl" not in found:
             return None
@@ -166,17 +168,19 @@ class RunFolder:
     @property
     def num_bytes(self) -> int:
         """What `empty` would free."""
-        files = (path for name in RUN_ENTRIES for path in [self.path / name, *(self.path / name).rglob("*")])
+        files = (path for entry in self._entries() for path in [entry, *entry.rglob("*")])
         return sum(path.stat().st_size for path in files if path.is_file())
 
     def empty(self) -> None:
         """Removes an earlier run."""
-        for name in RUN_ENTRIES:
-            path = self.path / name
+        for path in self._entries():
             if path.is_dir():
                 shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
+
+    def _entries(self) -> list[Path]:
+        return [self.path / name for entry in RUN_ENTRIES for name in (entry, entry + ".part")]
 
     # ── how the run went ──
 

@@ -50,7 +50,7 @@ class Model:
         transformers.utils.logging.disable_progress_bar()
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if self._device.type == "cpu":
-            mind_neighbours(torch.get_num_threads())
+            mind_neighbours()
         try:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(self._device)
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: shapes that differ, memory that is short

@@ -205,7 +205,7 @@ def build_rollout(config: Config, inputs: Inputs, device: torch.device) -> Rollo
     """Starts the engine; its first weights are those of `model.path`."""
     say("starting the engine ...")
     if device.type == "cpu":
-        mind_neighbours(torch.get_num_threads())
+        mind_neighbours()
     dtype = getattr(torch, config.model.dtype)
     engine = build_engine(config.engine, config.model.path, dtype, device, inputs.chat.stop_ids)
     return Rollout(config.rollout, SharedEngine(engine), inputs.chat, inputs.user)
@@ -231,10 +231,10 @@ def run_training(config: Config, inputs: Inputs) -> Stop | None:
             if ranks.world_size > 1 and peers.tell_killed(folder.path, LOST_PEER_S):
                 folder.end("a rank was killed, or crashed")
                 return Stop("a rank was killed", FAULT)  # what this one met is a consequence
-            folder.end(f"error: {error}")
+            folder.end(f"error: {first_of(error)}")
             raise
         except Exception as error:
-            folder.end(f"error: {error}")
+            folder.end(f"error: {first_of(error)}")
             raise
         finally:
             peers.leave()
@@ -355,10 +355,15 @@ def run(read_config: Callable[[], Config]) -> Config:
 def fail(error: Exception) -> NoReturn:
     """Ends the process with what went wrong after everything was checked."""
     traceback.print_exception(error)
-    while isinstance(error, ExceptionGroup):  # of conversations that failed together: the first tells why
-        error = error.exceptions[0]
-    print(f"error: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+    print(f"error: rank {os.environ.get('RANK', '0')}: {first_of(error)}", file=sys.stderr)
     end_process(1)
+
+
+def first_of(error: Exception) -> Exception:
+    """Of conversations that failed together, the first tells why."""
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 if __name__ == "__main__":

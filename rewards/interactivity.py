@@ -141,7 +141,7 @@ def _asks_again(conversation: Conversation) -> bool:
     earlier: list[list[str]] = []
     for reply in conversation.replies:
         questions = [_words(sentence) for sentence in _sentences(reply.text) if asks_something(sentence)]
-        if any(words and _echoes(words, old) for words in questions for old in earlier):
+        if any(words and (words == old or _echoes(words, old)) for words in questions for old in earlier):
             return True
         earlier += questions
     return False

@@ -24,6 +24,7 @@ _OMP_PAUSE_SOFT = 1
 _LOOK_EVERY_S = 0.5
 _STAT = Path("/proc/stat")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_IS_FIXED = "OMP_NUM_THREADS" in os.environ  # now: the vLLM engine sets it too, later
 MUST_LEAVE, MAY_LEAVE = 0.25, 0.15
 """Of a core: what others may use of ours before we leave it to them, and before we take it back. A desktop at rest
 needs a tenth; two limits, so that threads do not come and go."""
@@ -43,15 +44,16 @@ def leave_cores() -> None:
 
 
 @cache
-def mind_neighbours(num_threads: int) -> None:
+def mind_neighbours() -> None:
     """From now on, `take_cores` leaves the cores to other processes that want them, but for one.
 
     A thread that has lost its core holds up all that compute with it: two threads beside one busy loop on two cores
     take three times as long for a training step, one thread less than twice (tests/bench/bench_neighbour.py measures
-    it). `num_threads` are used while nobody else wants the cores. Nothing happens where there is nothing to mend: one
-    thread alone, no /proc, or OMP_NUM_THREADS set by the user, which says how many there are.
+    it). All of torch's threads are used while nobody else wants the cores. Nothing happens where there is nothing to
+    mend: one thread alone, no /proc, or OMP_NUM_THREADS set by the user, which says how many there are.
     """
-    if num_threads > 1 and "OMP_NUM_THREADS" not in os.environ and sys.platform == "linux" and _STAT.exists():
+    num_threads = torch.get_num_threads()
+    if num_threads > 1 and not _IS_FIXED and sys.platform == "linux" and _STAT.exists():
         _fitting.number = num_threads
         threading.Thread(target=_mind, args=(num_threads,), name="neighbours", daemon=True).start()
 

@@ -145,8 +145,12 @@ class Balancer:
         try:
             yield
         finally:
-            self._places.resize(self._room())
+            self.make_room()
             self._places.give_back()
+
+    def make_room(self) -> None:
+        """As many places as there are now. To call when an address is past its Retry-After, too."""
+        self._places.resize(self._room())
 
     def _room(self) -> int:
         """Places for which it is worth to wait: not those of an address that asked for quiet, where others did not."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -77,12 +78,14 @@ class Engine(Protocol):
 
 
 def weight_mark(tensor: torch.Tensor) -> float:
-    """A number that is the same for the same weight: the float64 sum of its first column (or of a vector).
+    """A number that is the same for the same weight: the exact sum of its first column (or of a vector), in whatever
+    order and on however many threads it is added up.
 
     The first column, because it is what a linear layer answers to the unit vector (1, 0, 0, …): so an
     engine that keeps its matrices packed in a kernel's own layout can be asked for it, exactly.
     """
-    return (tensor if tensor.ndim < 2 else tensor.flatten(1)[:, 0]).double().sum().item()
+    values = (tensor if tensor.ndim < 2 else tensor.flatten(1)[:, 0]).double()
+    return math.fsum(values.tolist()) if values.isfinite().all() else values.sum().item()
 
 
 def choose_engine(settings: EngineSettings) -> tuple[Literal["vllm", "transformers", "remote"], str]:

@@ -105,11 +105,10 @@ class Caller:
     async def _send(self, server: openai.AsyncOpenAI, question: Question, timeout_s: float) -> Any:
         """The server's response, of whatever shape. Raises Failed."""
         try:
-            # wait_for, because the package's own timeout starts anew with every byte received.
-            return await asyncio.wait_for(
-                server.chat.completions.create(**_parameters(self.settings, question), timeout=timeout_s), timeout_s
-            )
-        except (asyncio.TimeoutError, openai.APITimeoutError):
+            # Since the package's own timeout starts anew with every byte received.
+            async with asyncio.timeout(timeout_s):
+                return await server.chat.completions.create(**_parameters(self.settings, question), timeout=timeout_s)
+        except (TimeoutError, openai.APITimeoutError):
             raise self._failed("timeout", f"no answer in {timeout_s:g} s") from None
         except openai.APIStatusError as error:
             raise self._failed(

@@ -188,8 +188,10 @@ class LLMClient:
     async def _try(self, question: Question, failed_at: list[Lane]) -> dict[str, Any]:
         """Asks once, where the question has failed the least; adds to `failed_at` where it fails. Raises Failed."""
         async with self._balancer.place():
-            if delay_s := max(self._pace.take(), self._balancer.closed_s()):
+            if delay_s := self._pace.take():
                 await asyncio.sleep(delay_s)
+            if quiet_s := self._balancer.closed_s():  # asked for meanwhile, perhaps
+                await asyncio.sleep(quiet_s)
             lane = self._balancer.pick(failed_at)
             lane.in_flight += 1
             sent_at = self._clock()
@@ -209,6 +211,7 @@ class LLMClient:
                         quiet_s = max(quiet_s, self._pause_s(lane.limit.cuts_in_a_row))
                 if failure.error.blames_the_server:
                     self._balancer.rest(lane, quiet_s)
+                    asyncio.get_running_loop().call_later(quiet_s, self._balancer.make_room)
                 raise
             finally:
                 lane.in_flight -= 1

@@ -82,8 +82,8 @@ from rollout.cores import mind_neighbours, take_cores
 
 take_cores()
 assert torch.get_num_threads() == 2
-mind_neighbours(2)
-mind_neighbours(2)
+mind_neighbours()
+mind_neighbours()
 assert [thread.name for thread in threading.enumerate()].count("neighbours") == 1
 others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
 seen = lambda: results.append(torch.get_num_threads())
@@ -102,19 +102,13 @@ assert compute() == 1000.0
 """
 NAMES = "print(*[thread.name for thread in threading.enumerate()])"
 CHAT = "import sys, threading\nfrom pathlib import Path\nfrom launch.chat import Model\nModel(Path(sys.argv[1]), ())\n"
-CHOICES = """
-from rollout.cores import mind_neighbours
-
-mind_neighbours(1)
-os.environ["OMP_NUM_THREADS"] = "2"
-mind_neighbours(2)
-"""
+MIND = "from rollout.cores import mind_neighbours\nmind_neighbours()\n"
 
 
-def run(program: str, *arguments: object) -> str:
+def run(program: str, *arguments: object, **environment: str) -> str:
     """What it writes. Its OpenMP has threads, and they spin, as they come."""
     chosen = {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}
-    environment = {name: value for name, value in os.environ.items() if name not in chosen}
+    environment = {name: value for name, value in os.environ.items() if name not in chosen} | environment
     environment |= {"PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -135,7 +129,9 @@ def test_cores_are_left_to_other_processes_that_want_them():
 
 @linux
 def test_nobody_is_minded_where_the_user_says_how_many_threads_there_are_or_one_is_alone():
-    assert run(HELPERS + CHOICES + NAMES).split() == ["MainThread"]
+    assert run(HELPERS + MIND + NAMES, OMP_NUM_THREADS="2").split() == ["MainThread"]
+    one_thread = HELPERS.replace("set_num_threads(2)", "set_num_threads(1)")
+    assert run(one_thread + MIND + NAMES).split() == ["MainThread"]
 
 
 @several_cores

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import logging
 import time
 import traceback
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -136,6 +138,38 @@ def test_every_try_of_every_question_takes_its_turn(pauses: list[float], monkeyp
         ask(client, times=2)
     turns = [pause for pause in pauses if pause > 0.5]  # the rest is the pause before the retry
     assert turns == [1.0, 2.0]  # the first goes at once, the second a second later, then the retry
+
+
+def test_quiet_that_is_asked_for_while_a_question_waits_for_its_turn_holds_for_it_too():
+    asked_at = []
+
+    def busy_at_first(body: dict[str, Any]) -> Answer:
+        asked_at.append(time.monotonic())
+        return says({"score": 1}) if len(asked_at) > 1 else error(429, retry_after="2")
+
+    with FakeEndpoint(busy_at_first) as endpoint:
+        client = client_of(endpoint, max_requests_per_minute=120, max_attempts=2)
+        assert len(ask(client, times=3)) == 3  # the others' turns come after 0.5 and 1 s
+    assert all(at - asked_at[0] > 1.9 for at in asked_at[1:])
+
+
+def test_places_of_an_address_count_again_when_its_quiet_is_over():
+    async def play() -> None:
+        balancer = balancer_of(2)
+        one, two = balancer.lanes
+        async with AsyncExitStack() as places:
+            balancer.rest(one, quiet_s=60.0)
+            for _ in range(two.limit.value):
+                await places.enter_async_context(balancer.place())
+            balancer.make_room()  # as any call does that ends: of two's places none is left
+            waiting = asyncio.ensure_future(balancer.place().__aenter__())
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            one.closed_until = 0.0
+            balancer.make_room()
+            await waiting
+
+    asyncio.run(play())
 
 
 def test_a_missing_key_variable_is_named(monkeypatch: pytest.MonkeyPatch):

@@ -32,6 +32,12 @@ def test_deepspeeds_options_join_ours_section_by_section(tmp_path):
     assert merged["wall_clock_breakdown"] is True and merged["gradient_clipping"] == 1.0
 
 
+def test_an_optimizer_that_is_offloaded_may_be_ours(tmp_path):
+    extra = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    assert check_deepspeed(tmp_path, extra, deepspeed__stage=3)["zero_force_ds_cpu_optimizer"] is False
+    assert "zero_force_ds_cpu_optimizer" not in check_deepspeed(tmp_path, {}, deepspeed__stage=3)
+
+
 @pytest.mark.parametrize(
     ("extra", "told"),
     [

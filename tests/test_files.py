@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from grpo.checkpoint import ModelWriter
 from rollout.engine_remote import RemoteEngine
@@ -35,6 +35,18 @@ def test_a_saved_model_is_as_open_as_the_umask_has_it_every_shard_of_it(tmp_path
     modes = {path.name: S_IMODE(path.stat().st_mode) for path in (tmp_path / "saved").iterdir()}
     assert sum(name.endswith(".safetensors") for name in modes) > 1 and "tokenizer.json" in modes
     assert set(modes.values()) == {mode}, modes
+
+
+def test_a_model_with_several_chat_templates_is_saved_with_all_of_them(tmp_path):
+    source = make_model(tmp_path / "source")
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = templates = {"default": tokenizer.chat_template, "tool_use": "{{ messages[0].content }}"}
+    tokenizer.save_pretrained(source)  # the further ones in a folder of their own
+    causal_lm = AutoModelForCausalLM.from_pretrained(source)
+    alone = Alone(0, 1, torch.device("cpu"))
+    policy = SimpleNamespace(ranks=alone, causal_lm=causal_lm, state_on_main=causal_lm.state_dict)
+    ModelWriter(policy, source).save(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == templates
 
 
 def test_weights_on_their_way_to_a_server_are_as_open_as_the_umask_has_it(tmp_path, mode):

@@ -73,12 +73,12 @@ def test_spreads_that_count_as_none_are_told_in_the_first_step_and_once():
         (
             ["rewards.truncated=0.0"],
             rows([0.0, 0.0], cut=True),
-            "every first reply was cut at rollout.max_reply_tokens: 48 (rewards.truncated: 0.0)",
+            "every first reply was cut at rollout.max_reply_tokens: 64 (rewards.truncated: 0.0)",
         ),
         (
             ["rewards.truncated=mask"],
             rows([None, None], cut=True),
-            "every first reply was cut at rollout.max_reply_tokens: 48 (rewards.truncated: mask)",
+            "every first reply was cut at rollout.max_reply_tokens: 64 (rewards.truncated: mask)",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_what_is_told_after_the_last_reply_need_not_be_used():
 
 
 def test_a_reply_that_was_cut_off_loses_a_quarter_and_its_answer():
-    talk = conversation("What would the bees like? I think that", ended="length", finish_reason="length")
+    talk = conversation("What would you like of the bees? I think that", ended="length", finish_reason="length")
     assert rubric(talk)[0] == 0.75 / 2  # the user cannot answer, so nothing is used
     said = (ASKED, TOLD, "Ratchet straps hold the hive eleven floors above Canal Street, and")
     whole = conversation(*said)

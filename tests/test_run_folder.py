@@ -146,6 +146,18 @@ def test_a_run_is_replaced_only_when_asked_and_its_start_says_what_goes(tmp_path
     held.folder.release()
 
 
+def test_what_a_killed_run_was_writing_makes_no_stranger_of_its_folder(tmp_path):
+    run = earlier_run(tmp_path / "run", steps=4, checkpoints=(2, 4))
+    (run.path / "status.json.part").write_text("{")
+    (run.path / "model.part").mkdir()
+    assert run.check_free(overwrite=True, inputs=[]).startswith(f"replacing {run.path}: 4 of 6 steps")
+    run.empty()
+    assert not [*run.path.iterdir()]
+    (run.path / "thesis.tex.part").touch()
+    with pytest.raises(ValueError, match="holds 'thesis.tex.part', so it is no run's folder"):
+        run.check_free(overwrite=True, inputs=[])
+
+
 def test_a_start_that_ends_while_its_models_load_leaves_an_earlier_run_as_it_was(tmp_path):
     config = prepare(tmp_path, run__overwrite=True)
     earlier_run(tmp_path / "run", steps=4, checkpoints=(4,))
