@@ -30,12 +30,13 @@ _PIECE = frozenset(
     "length".split()
 )
 _COMMON = frozenset(
-    "a about after again ah all already also am an and any are as at be because been before being but by can could did do "
-    "does doing few for from get glad give go good had has have hello help her here him his how i i'd i'm if in into is it "
-    "its just know let like look make me might mind more most much my need new no not now of on one only or other our "
-    "out over own people piece please question quite really right say see share short should so some something story sure take tell text than "
-    "that the their them then there these they thing things think this those to too up us use very want was way we "
-    "were what when where which while who why will with work would write writing yes you your hi article draft".split()
+    "a about after again ah all already also am an and any are as at be because been before being but by can "
+    "could did do does doing few for from get glad give go good had has have hello help her here him his how i "
+    "i'd i'm if in into is it its just know let like look make me might mind more most much my need new no not "
+    "now of on one only or other our out over own people piece please question quite really right say see share "
+    "short should so some something story sure take tell text than that the their them then there these they "
+    "thing things think this those to too up us use very want was way we were what when where which while who why "
+    "will with work would write writing yes you your hi article draft".split()
 )
 MIN_WORDS, MAX_WORDS, MAX_QUESTIONS, MAX_WORDS_AFTER = 3, 40, 2, 15
 ECHO_RUN = 3
