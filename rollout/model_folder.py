@@ -38,6 +38,7 @@ QUANTIZED_DTYPES = re.compile(r"F8|F4|F6|I8|U8")
 """Of weights in safetensors files: numbers that are more than they say, beside scales."""
 _QUANTIZED_NAME = re.compile(r"[-_.](awq|gptq|bnb|fp8|\w+fp4|w\d+a\d+|int\d|[48]-?bit|quantized)\b.*", re.IGNORECASE)
 _LOGIT_SETTING = re.compile(r"(logit|head).*(cap|scal|mult)|(cap|scal|mult).*(logit|head)")
+_ATTENTION_CAP = re.compile(r"att.*(logit|score|soft).*cap")
 _EXPERTS = re.compile(r"\b\w*(expert|moe)\w*\.")
 _TOLD = 3
 """Names in a message, of those there are."""
@@ -137,10 +138,16 @@ def check_trainable(folder: ModelFolder, max_context_tokens: int) -> None:
     positions than a run needs."""
     path, config = folder.path, folder.config
     if not _head_gives_the_logits(folder.model):
-        settings = ", ".join(f"{name}: {value}" for name, value in _logit_settings(config.to_dict()))
+        settings = _settings(config, _LOGIT_SETTING)
         raise ValueError(
             f"model.path: {path} caps or scales its logits ({settings or 'in its forward'}), which the trainer does "
             "not compute; take a model with plain logits"
+        )
+    # The kernels that are fast take no cap, and transformers lets them leave it out without a word.
+    if caps := _settings(config, _ATTENTION_CAP):
+        raise ValueError(
+            f"model.path: {path} caps its attention scores ({caps}), which the trainer does not compute; take a model "
+            "without such caps"
         )
     if config.get_text_config() is not config:
         parts = ", ".join(name for name in config.sub_configs if getattr(config, name, None) is not None)
@@ -273,13 +280,18 @@ def _head_gives_the_logits(model: PreTrainedModel) -> bool:
         head.weight, head.bias = own
 
 
-def _logit_settings(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """What a configuration says about capped and scaled logits, sections within it included."""
+def _settings(config: PreTrainedConfig, pattern: re.Pattern[str]) -> str:
+    """Those of a configuration whose name is like that and that do something, sections within it included."""
+    found = (item for item in _walk(config.to_dict()) if pattern.search(item[0].split(".")[-1]))
+    return ", ".join(f"{name}: {value}" for name, value in found)
+
+
+def _walk(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         if isinstance(value, Mapping):
-            yield from _logit_settings(value, f"{prefix}{name}.")
-        elif _LOGIT_SETTING.search(str(name)) and value not in (None, False, 1):
-            yield prefix + name, value
+            yield from _walk(value, f"{prefix}{name}.")
+        elif value not in (None, False, 1):
+            yield f"{prefix}{name}", value
 
 
 @contextmanager

@@ -34,6 +34,13 @@ SLOW_FIRST = (
 )
 
 
+SLOW = SLOW_FIRST + (
+    *("test_charts", "test_peers", "test_hostile_endpoint", "test_extra", "test_secrecy", "test_gpus", "test_setup"),
+    *("test_help", "test_benches", "test_cores", "test_slow_judge", "test_learning", "test_run_folder"),
+)
+"""What `--quick` leaves out: whatever starts engines, servers or processes of its own, or takes long."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="without the files that take long: under two minutes in all")
 
@@ -43,9 +50,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     order = {name: number for number, name in enumerate(SLOW_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if config.getoption("--quick"):
-        slow = [item for item in items if item.path.stem in SLOW_FIRST]
+        slow = [item for item in items if item.path.stem in SLOW]
         config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item.path.stem not in SLOW_FIRST]
+        items[:] = [item for item in items if item.path.stem not in SLOW]
 
 
 # Whoever starts the tests in the background may have had Ctrl-C ignored, and their children inherit that.

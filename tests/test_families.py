@@ -25,7 +25,7 @@ def assert_trains(result: dict[str, Any]) -> None:
     assert isinstance(result, dict), result
     assert max(result["gap"], result["gap_after"], result["gap_saved"]) < 1e-4, result  # the limit of a run is 1e-3
     assert result["gap_without_push"] > 1e-3, result
-    assert result["same_names"]
+    assert result["same_names"] and result["handed_names"] and result["same_ends"], result
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -169,10 +169,18 @@ def test_logits_that_are_not_the_heads_own_are_found_out_by_computing(folder, co
 
 @pytest.mark.parametrize(
     ("config_class", "changes"),
-    [("Gemma2Config", {"final_logit_softcapping": None}), ("GraniteConfig", {"logits_scaling": 1.0})],
+    [
+        ("Gemma2Config", {"final_logit_softcapping": None, "attn_logit_softcapping": None}),
+        ("GraniteConfig", {"logits_scaling": 1.0}),
+    ],
 )
 def test_a_cap_or_scale_that_does_nothing_is_no_reason(folder, config_class, changes):
     check(other(folder, getattr(transformers, config_class), **changes))
+
+
+def test_capped_attention_scores_are_refused(folder):
+    other(folder, transformers.Gemma2Config, final_logit_softcapping=None, attn_logit_softcapping=50.0)
+    assert "caps its attention scores (attn_logit_softcapping: 50.0)" in refusal(folder)
 
 
 def test_a_cap_within_a_section_is_found_and_so_are_other_senses_than_text(folder):

@@ -118,7 +118,10 @@ def step(family: str, folder: Path, kind: str, stage: int, ranks: Ranks) -> dict
     ModelWriter(policy, model).save(folder / "trained")
     results["gap_saved"] = plain_gap(folder / "trained", after)
     results["same_names"] = stored_names(model) == stored_names(folder / "trained")
+    handed = {name for name, _ in policy.weights(stored=True)}
+    results["handed_names"] = handed >= {*stored_names(model)} and len(handed - {*stored_names(model)}) <= 1  # tied
     read_model(folder / "trained")
+    results["same_ends"] = Chat.load(folder / "trained").stop_ids == chat.stop_ids
     engine.close()
     return results
 
