@@ -149,8 +149,7 @@ def _asks_again(conversation: Conversation) -> bool:
 
 
 def _says_twice(reply: Reply) -> bool:
-    words = _words(reply.text)
-    runs = [tuple(words[start : start + TWICE_RUN]) for start in range(len(words) - TWICE_RUN + 1)]
+    runs = _runs(_words(reply.text), TWICE_RUN)
     return len(set(runs)) < len(runs)
 
 
@@ -195,7 +194,12 @@ def _is_worded(question: str) -> bool:
 
 def _echoes(words: list[str], opening: list[str]) -> bool:
     """Whether at least half of the words stand in runs that the opening holds too: the user's words handed back."""
-    runs = {tuple(opening[i : i + ECHO_RUN]) for i in range(len(opening) - ECHO_RUN + 1)}
-    starts = [i for i in range(len(words) - ECHO_RUN + 1) if tuple(words[i : i + ECHO_RUN]) in runs]
-    echoed = {i + offset for i in starts for offset in range(ECHO_RUN)}
+    said = set(_runs(opening, ECHO_RUN))
+    starts = [start for start, run in enumerate(_runs(words, ECHO_RUN)) if run in said]
+    echoed = {start + offset for start in starts for offset in range(ECHO_RUN)}
     return 2 * len(echoed) >= len(words)
+
+
+def _runs(words: list[str], length: int) -> list[tuple[str, ...]]:
+    """All runs of so many words, each one word after the last."""
+    return [tuple(words[start : start + length]) for start in range(len(words) - length + 1)]

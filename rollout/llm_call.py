@@ -105,7 +105,7 @@ class Caller:
     async def _send(self, server: openai.AsyncOpenAI, question: Question, timeout_s: float) -> Any:
         """The server's response, of whatever shape. Raises Failed."""
         try:
-            # Since the package's own timeout starts anew with every byte received.
+            # The package's own timeout starts anew with every byte received.
             async with asyncio.timeout(timeout_s):
                 return await server.chat.completions.create(**_parameters(self.settings, question), timeout=timeout_s)
         except (TimeoutError, openai.APITimeoutError):

@@ -90,9 +90,10 @@ class _Check:
         """Raises _Fault where nobody can be asked, or the model is not in the list; without one, the question tells."""
         model = self._settings.model
         try:
-            listing = await asyncio.wait_for(server.models.list(timeout=LIST_TIMEOUT_S), LIST_TIMEOUT_S)
+            async with asyncio.timeout(LIST_TIMEOUT_S):
+                listing = await server.models.list(timeout=LIST_TIMEOUT_S)
             models = [str(served.id) for served in listing.data]
-        except (asyncio.TimeoutError, openai.APITimeoutError):
+        except (TimeoutError, openai.APITimeoutError):
             raise _Fault(f"the server did not answer in {LIST_TIMEOUT_S:g} s; {_START}") from None
         except openai.APIStatusError as error:
             if error.status_code in (401, 403):
