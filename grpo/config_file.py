@@ -6,7 +6,6 @@ section may come from a file of its own: `rewards=configs/rewards/short_replies.
 
 from __future__ import annotations
 
-import difflib
 import re
 import types
 import typing
@@ -21,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from grpo.config import Config
 from grpo.presets import PRESETS
 from grpo.strict_yaml import read_yaml
-from rollout.settings import as_written, looked_at, user_path, without_password
+from rollout.settings import as_written, looked_at, near_name, user_path, without_password
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -144,8 +143,7 @@ def _fault(fault: dict[str, Any]) -> str:
 
 def _unknown(name: str, section: type[BaseModel]) -> str:
     known = list(section.model_fields)
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
-    return "there is no such key; " + (f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(known)}")
+    return "there is no such key" + (near_name(name, known) or f"; known here: {', '.join(known)}")
 
 
 def _section(location: Sequence[str]) -> type[BaseModel]:

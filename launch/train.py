@@ -248,7 +248,7 @@ def _train(config: Config, inputs: Inputs, ranks: Ranks, signals: StopSignals) -
     transformers.utils.logging.disable_progress_bar()
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(config.run.seed)
-    say("loading the model ...")
+    say(f"loading the model in {config.model.dtype} ...")
     policy = Policy(
         config.model,
         config.optimizer,

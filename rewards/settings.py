@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollout.settings import EndpointSettings, Section, UserPath
+from rollout.settings import EndpointSettings, Section, UserPath, near_name
 
 COMPONENTS = ("bleu_score", "interactivity", "token_amount")
 """Every reward component there is; each has its own module in `rewards/`."""
@@ -70,9 +69,8 @@ class RewardSettings(Section):
             raise ValueError(f"name at least one component of {', '.join(COMPONENTS)}")
         for name in weights:
             if name not in COMPONENTS:
-                near = difflib.get_close_matches(name, COMPONENTS, 1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise ValueError(f"there is no reward {name!r}; {hint}known rewards: {', '.join(COMPONENTS)}")
+                known = f"; known rewards: {', '.join(COMPONENTS)}"
+                raise ValueError(f"there is no reward {name!r}{near_name(name, COMPONENTS) or known}")
         return weights
 
     @field_validator("clamp")

@@ -112,15 +112,16 @@ class ScriptedUser:
     """A user without a model: deterministic, and it tells what it wants only when asked.
 
     It wants the reference's sentences (the goal's where there is no reference), in order. A question
-    from the assistant brings out the next two; any other message gets a nudge; when all is said, it
+    from the assistant brings out the next three; any other message gets a nudge; when all is said, it
     ends the chat.
     """
 
-    SENTENCES_AN_ANSWER = 2
+    SENTENCES_AN_ANSWER = 3
+    """Of four or so: of a text of which half is left to guess, BLEU pays more for what was told twice over."""
 
     ANSWERS = (
-        'Good question. It should go like this: "{part}" Please write it out and add a sentence of your own.',
-        'Glad you ask. This should be in it: "{part}" Please write it that way and round it off.',
+        'Good question. Here is what it should say: "{part}" Please write out the finished piece in these words.',
+        'Glad you ask. This belongs in it, too: "{part}" Please write it out with that.',
         'Right, one more thing I have in mind: "{part}" Please work it into the text.',
     )
     NUDGES = (

@@ -347,6 +347,22 @@ def test_numbers_may_be_written_in_any_usual_way(lr, clamp):
     assert config.optimizer.lr == 1e-6 and config.rewards.clamp == (-1.0, 1.0)
 
 
+@pytest.mark.parametrize(
+    ("has_gpu", "units", "dtype"),
+    [
+        (True, {}, "bfloat16"),
+        (False, {"amx_bf16": True, "avx512_bf16": True}, "bfloat16"),
+        (False, {"amx_bf16": False, "avx512_bf16": True}, "float32"),
+        (False, {}, "float32"),
+    ],
+)
+def test_an_automatic_dtype_is_the_one_that_this_machine_computes_faster(monkeypatch, has_gpu, units, dtype):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: units)
+    assert load_config(QUICKSTART, ["model.dtype=auto"]).model.dtype == dtype
+    assert load_config(QUICKSTART, ["model.dtype=float32"]).model.dtype == "float32"
+
+
 def test_an_earlier_run_is_not_replaced_unasked(tmp_path):
     (tmp_path / "quickstart").mkdir()
     (tmp_path / "quickstart" / "metrics.jsonl").write_text("{}\n")

@@ -1,4 +1,4 @@
-"""The simulated users: a model behind a server, and the script."""
+"""The simulated user that a model behind a server plays."""
 
 from __future__ import annotations
 
@@ -15,14 +15,7 @@ import pytest
 from rollout.answers import UnusableAnswer, read_texts
 from rollout.llm_client import LLMClient, LLMError
 from rollout.settings import EndpointSettings, UserSettings, UserVariant
-from rollout.simulator import (
-    PROMPTS,
-    STOP_SIGNAL,
-    LLMUser,
-    ScriptedUser,
-    UserTurn,
-    asks_something,
-)
+from rollout.simulator import PROMPTS, STOP_SIGNAL, LLMUser, UserTurn
 from rollout.types import Message, Scenario
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, says
 
@@ -57,7 +50,7 @@ def user_of(endpoint: FakeEndpoint, prompt: str | Path = "default", **settings: 
     return LLMUser(LLMClient("user", server, backoff_s=0.001), UserSettings(endpoint=server, prompt=prompt))
 
 
-def answer(user: LLMUser | ScriptedUser, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
+def answer(user: LLMUser, scenario: Scenario, messages: Sequence[Message]) -> UserTurn:
     return asyncio.run(user.answer(scenario, messages))
 
 
@@ -359,63 +352,3 @@ def test_a_prompt_with_wrong_placeholders_is_refused_at_once(tmp_path: Path, tex
 def test_a_missing_prompt_file_is_named(tmp_path: Path):
     with FakeEndpoint(reply("Hi")) as endpoint, pytest.raises(ValueError, match="cannot read the prompt .*gone.txt"):
         user_of(endpoint, tmp_path / "gone.txt")
-
-
-REFERENCE = "Tea is old. It came from China!\nDrink it hot."
-
-
-def test_the_script_tells_the_next_two_sentences_only_when_asked():
-    scenario, user = scenario_of(reference=REFERENCE), ScriptedUser()
-    first = answer(user, scenario, chat_of(scenario, "What should it say?"))
-    told = '"Tea is old. It came from China!"'
-    assert first == UserTurn(
-        f"Good question. It should go like this: {told} Please write it out and add a sentence of your own.",
-        satisfied=False,
-    )
-    nudge = answer(user, scenario, chat_of(scenario, "Here is an essay."))
-    assert nudge.text in ScriptedUser.NUDGES and not nudge.satisfied
-    chat = chat_of(scenario, "What should it say?", first.text, "What else?")
-    assert ': "Drink it hot." ' in answer(user, scenario, chat).text
-
-
-def test_the_script_ends_the_chat_when_all_is_said():
-    scenario, user = scenario_of(reference=REFERENCE), ScriptedUser()
-    chat = chat_of(scenario, "What is it about?")
-    for _ in range(2):
-        turn = answer(user, scenario, chat)
-        assert not turn.satisfied
-        chat += [{"role": "user", "content": turn.text}, {"role": "assistant", "content": "And then?"}]
-    assert answer(user, scenario, chat) == UserTurn(ScriptedUser.FAREWELL, satisfied=True)
-
-
-def test_the_script_wants_the_goals_sentences_where_there_is_no_reference():
-    for reference in (None, "", " … "):
-        scenario = scenario_of(goal="Say {that} costs $5. Then stop.", reference=reference)
-        turn = answer(ScriptedUser(), scenario, chat_of(scenario, "What do you want?"))
-        assert ': "Say {that} costs $5. Then stop." ' in turn.text
-
-
-def test_the_script_with_nothing_to_want_ends_the_chat():
-    scenario = scenario_of(goal="")
-    assert answer(ScriptedUser(), scenario, chat_of(scenario, "Yes?")).satisfied
-
-
-def test_the_script_is_deterministic_and_varies_with_the_turn():
-    scenario = scenario_of(reference=REFERENCE)
-    chats = [chat_of(scenario, *(["Hm."] + ["Go on.", "Hm."] * turn)) for turn in range(3)]
-    nudges = [answer(ScriptedUser(), scenario, chat).text for chat in chats]
-    assert nudges == [answer(ScriptedUser(), scenario, chat).text for chat in chats]
-    assert nudges == list(ScriptedUser.NUDGES)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["What tone?", "For whom?\nI can start.", '**Which "one"?**', "(Ready?)", "几点？好"],
-)
-def test_a_sentence_that_ends_in_a_question_mark_asks(text: str):
-    assert asks_something(text)
-
-
-@pytest.mark.parametrize("text", ["", "Here it is.", "See http://x.org/?q=1 for more.", "x = a ? b : c", "What a day!"])
-def test_other_text_asks_nothing(text: str):
-    assert not asks_something(text)

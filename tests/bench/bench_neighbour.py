@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def main() -> None:
     if chosen := {"OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         print(f"{', '.join(sorted(chosen))} must not be set: threads are what this is about", file=sys.stderr)
         sys.exit(2)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run and the neighbour end too
     result: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder, "data")
