@@ -167,6 +167,8 @@ def read_inputs(config: Config) -> Inputs:
     judge = Judge(clients["judge"], config.rewards) if "judge" in clients else None
     if is_main():
         check_roles(clients, user, judge, train[0])
+    if engine == "vllm":
+        engine_vllm.check_classes(folder.config, config.model.path)
     say(f"engine: {engine} ({reason})")
     if config.rollout.train_on == "all_replies":
         say(f"trained: all replies, {chat.history_note}")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
+from transformers import PreTrainedConfig
 
 from rollout.engine import Sampled, SampleRequest, Weights, weight_mark
 from rollout.settings import EngineSettings, near_name
@@ -125,6 +126,9 @@ def _prepare_import(on_gpu: bool) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="vllm")
 
 
+NO_NEW_WEIGHTS = {"BloomForCausalLM"}
+"""Its loader fails over the name of the tied head, which an engine may keep a copy of."""
+TRANSFORMERS_CLASSES = "vllm.model_executor.models.transformers"
 SETTING = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -184,6 +188,30 @@ def check_extra(settings: EngineSettings, model_folder: Path, dtype: torch.dtype
         raise ValueError(f"engine.extra: vLLM refuses it: {where}: {fault['msg']}") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"engine.extra: vLLM refuses it: {error}") from error
+
+
+def check_classes(config: PreTrainedConfig, model_folder: Path) -> None:
+    """Raises ValueError where vLLM has no classes of its own for the model, or they take no new weights. Imports vLLM:
+    seconds; nothing is loaded.
+
+    Without classes of its own it would run transformers', and rewrite them for itself: in this process, so that the
+    policy, which is of the same classes, could no longer be computed (vLLM 0.32, `_decorate_for_torch_compile`).
+    """
+    _prepare_import(torch.cuda.is_available())
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for name in config.architectures or []:
+        if name in NO_NEW_WEIGHTS:
+            raise ValueError(
+                f"engine.kind: vLLM's {name}, which {model_folder} is, refuses new weights; set engine.kind=transformers"
+            )
+        registered = ModelRegistry.models.get(name)
+        if registered is None or getattr(registered, "module_name", None) == TRANSFORMERS_CLASSES:
+            raise ValueError(
+                f"engine.kind: vLLM has no classes of its own for {name}, which {model_folder} is, and would change those "
+                "that training computes with; set engine.kind=transformers, or give vLLM a process of its own with "
+                "engine.kind=remote"
+            )
 
 
 def _gpu_arguments(settings: EngineSettings) -> dict[str, object]:

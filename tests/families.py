@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM3": ("SmolLM3Config", {}),
     "GLM-4": ("Glm4Config", HEADS),
     "Granite": ("GraniteConfig", {"embedding_multiplier": 2.0, "residual_multiplier": 0.5}),
-    "Bloom": ("BloomConfig", {}),
+    "Bloom": ("BloomConfig", {"tie_word_embeddings": True}),  # as all that were published
     "Qwen3.5": ("Qwen3_5TextConfig", LINEAR),
     "Qwen3-Next": ("Qwen3NextConfig", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 32}),
     "LFM2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -282,17 +283,33 @@ def test_an_end_of_turn_that_is_no_token_id_is_refused(folder, name, value):
         Chat.load(folder)
 
 
-@pytest.mark.parametrize(
-    ("family", "what"), [("Mixtral", "experts"), ("Qwen3.5", "recurrent layers"), ("Mistral windowed", ""), ("Llama", "")]
-)
+@pytest.mark.parametrize(("family", "what"), [("Mixtral", "experts"), ("Qwen3.5", "recurrent layers")])
 def test_what_vllm_cannot_follow_on_a_cpu_is_refused_before_it_loads(tmp_path, monkeypatch, family, what):
     config = prepare(tmp_path)
     make_family(family, tmp_path / "model")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     check_inputs(load_config(config, ["engine.kind=transformers"]))
-    if what:
-        with pytest.raises(ValueError, match=f"cannot follow the training of {what}, .* engine.kind=transformers"):
+    with pytest.raises(ValueError, match=f"cannot follow the training of {what}, .* engine.kind=transformers"):
+        check_inputs(load_config(config, ["engine.kind=vllm"]))
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [
+        ("OLMo2", "no classes of its own for Olmo2ForCausalLM, .*engine.kind=transformers, or .*remote"),
+        ("SmolLM3", "no classes of its own for SmolLM3ForCausalLM, .*engine.kind=transformers, or .*remote"),
+        ("GPT-NeoX", "no classes of its own for GPTNeoXForCausalLM, .*engine.kind=transformers, or .*remote"),
+        ("Bloom", "BloomForCausalLM, .* refuses new weights; set engine.kind=transformers"),
+        ("Llama", None),
+    ],
+)
+def test_a_model_that_vllm_could_not_follow_or_would_change_is_refused_before_it_loads(tmp_path, family, refusal):
+    config = prepare(tmp_path)
+    make_family(family, tmp_path / "model")
+    if refusal:
+        with pytest.raises(ValueError, match=refusal):
             check_inputs(load_config(config, ["engine.kind=vllm"]))
     else:
         check_inputs(load_config(config, ["engine.kind=vllm"]))

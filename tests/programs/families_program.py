@@ -89,7 +89,7 @@ def stored_names(folder: Path) -> list[str]:
     return sorted(names)
 
 
-def step(family: str, folder: Path, kind: str, stage: int, ranks: Ranks) -> dict[str, Any]:
+def step(family: str, folder: Path, kind: str, stage: int, ranks: Ranks) -> tuple[dict[str, Any], Engine]:
     model = folder / "model"
     if ranks.is_main:
         make_family(family, model)
@@ -122,8 +122,7 @@ def step(family: str, folder: Path, kind: str, stage: int, ranks: Ranks) -> dict
     results["handed_names"] = handed >= {*stored_names(model)} and len(handed - {*stored_names(model)}) <= 1  # tied
     read_model(folder / "trained")
     results["same_ends"] = Chat.load(folder / "trained").stop_ids == chat.stop_ids
-    engine.close()
-    return results
+    return results, engine
 
 
 def main() -> None:
@@ -131,14 +130,18 @@ def main() -> None:
     logging.disable_progress_bar()
     ranks = Ranks.join()
     results: dict[str, Any] = {}
+    engines: list[Engine] = []  # closed last: the first that vLLM closes takes the process group along
     for family in families:
         try:
-            results[family] = step(family, out / family.replace(" ", "-"), kind, stage, ranks)
+            results[family], engine = step(family, out / family.replace(" ", "-"), kind, stage, ranks)
+            engines.append(engine)
         except Exception as error:
             traceback.print_exc()
             results[family] = f"{type(error).__name__}: {error}"
     if ranks.is_main:
         (out / "results.json").write_text(json.dumps(results, indent=1))
+    for engine in engines:
+        engine.close()
     ranks.leave()
     end_process()
 
