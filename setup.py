@@ -9,9 +9,12 @@ setup(
     description="GRPO in pure PyTorch for chat models that work with a person over several turns",
     license="MIT",
     python_requires=">=3.11",
-    packages=["rollout", "rewards", "grpo", "launch", "configs"],
+    packages=[
+        *("rollout", "rollout.engines", "rollout.roles", "rewards"),
+        *("grpo", "grpo.model", "grpo.run", "grpo.evidence", "launch", "configs"),
+    ],
     package_data={
-        "rollout": ["prompts/*.txt"],
+        "rollout.roles": ["prompts/*.txt"],
         "rewards": ["prompts/*.txt"],
         "launch": ["*.sh", "requirements/*.txt"],
         "configs": ["*.yaml", "*/*"],
@@ -34,7 +37,7 @@ setup(
         "transformers>=5.16.1,<5.20",  # what vLLM 0.32 takes
     ],
     extras_require={
-        "gpu": ["vllm==0.32.0"],  # pins the same torch; later versions may rename what rollout/engine_vllm.py calls
+        "gpu": ["vllm==0.32.0"],  # pins the same torch; later versions may rename what rollout/engines/vllm.py calls
         "lora": ["peft>=0.21,<0.22"],
         "dev": ["pytest>=8", "pytest-xdist>=3", "hypothesis>=6", "nltk>=3.9"],
         "bench": ["trl==1.16.0", "datasets==5.2.0"],  # tests/bench/bench_update.py compares with it

@@ -11,13 +11,13 @@ import torch
 from grpo.advantages import has_signal
 from grpo.background import LoopThread, wait_for
 from grpo.config import Config
+from grpo.evidence.metrics import role_counts
 from grpo.experience import Group, play_share, whole_groups
-from grpo.metrics import role_counts
 from grpo.ranks import Ranks
 from rewards.scoring import Scorer, check_failure_rate, first_different
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.data import batch_rows, spare_rows
-from rollout.llm_client import LLMClient
+from rollout.roles.client import LLMClient
 from rollout.types import Scenario
 
 
@@ -88,7 +88,7 @@ class Collector:
             groups |= {group.position: group for group in played}
             if last:
                 break
-            signal_P = has_signal(*reward_tables(in_order(groups)))
+            signal_P = has_signal(*reward_matrices(in_order(groups)))
             wanted = dict(zip((~signal_P).nonzero()[:, 0].tolist(), spare, strict=False))
             if not wanted:
                 break
@@ -127,7 +127,7 @@ def in_order(groups: Mapping[int, Group]) -> list[Group]:
     return [groups[position] for position in sorted(groups)]
 
 
-def reward_tables(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
+def reward_matrices(groups: Sequence[Group]) -> tuple[torch.Tensor, torch.Tensor]:
     """(rewards, validity), [P, G] each."""
     return (
         torch.tensor([[reward.total for reward in group.rewards_G] for group in groups], dtype=torch.float64),

@@ -18,27 +18,27 @@ from tqdm import tqdm
 
 from grpo.advantages import group_advantages, has_signal
 from grpo.background import LoopThread
-from grpo.checkpoint import ModelWriter
-from grpo.collect import Batch, Collector, reward_tables
+from grpo.collect import Batch, Collector, reward_matrices
 from grpo.config import Config
-from grpo.disk import NotWritten
-from grpo.evaluate import Evaluation, evaluate
+from grpo.evidence.evaluate import Evaluation, evaluate
+from grpo.evidence.metrics import StepShare, step_metrics, summed, total_counts
 from grpo.experience import Group, failure_lines, trace_rows
-from grpo.flops import peak_tflops
-from grpo.learning import LearningWatch, warnings_at_start
-from grpo.metrics import experience_metrics, machine_metrics, sampled_tokens, summed
-from grpo.phases import Phases
-from grpo.policy import Policy, Reference
+from grpo.model.flops import peak_tflops
+from grpo.model.policy import Policy, Reference
+from grpo.model.sync import EngineDrift, max_gap, push_weights
 from grpo.ranks import Ranks
-from grpo.recorder import Recorder
-from grpo.run_folder import FINISHED, RunFolder
-from grpo.stopping import FAULT, Stop, StopSignals, how_to_go_on, used_up
-from grpo.sync import EngineDrift, max_gap, push_weights
+from grpo.run.disk import NotWritten
+from grpo.run.folder import FINISHED, RunFolder
+from grpo.run.learning import LearningWatch, warnings_at_start
+from grpo.run.model_writer import ModelWriter
+from grpo.run.phases import Phases
+from grpo.run.recorder import Recorder
+from grpo.run.stopping import FAULT, Stop, StopSignals, how_to_go_on, used_up
 from grpo.update import Updater
 from rewards.scoring import Scorer, TooManyFailures, check_failure_rate
 from rollout.conversation import Rollout
 from rollout.data import common_system_prompt
-from rollout.llm_client import LLMClient
+from rollout.roles.client import LLMClient
 from rollout.types import Scenario
 
 
@@ -94,6 +94,10 @@ class Trainer:
         card = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
         self.peak_tflops = peak_tflops(card, parts.policy.dtype)
         self.started = time.monotonic()
+        self.marks: dict[str, float] = {}
+        """Of the weights that were pushed last."""
+        self.totals: dict[str, float] = {}
+        """What the roles' servers and the engines did since the run began."""
         self.num_done = 0
         """Steps that were trained and recorded."""
         self.num_saved = 0
@@ -264,36 +268,44 @@ class Trainer:
             self.push_weights()
 
         # ── record ──
-        own = slice(self.ranks.rank, None, self.ranks.world_size)  # of the rows that every rank could write
-        own_traces = [
-            row
-            for group, advantages_G, kl_G in [*zip(groups, advantages_PG, kl_PG, strict=True)][own]
-            for row in trace_rows(group, step, advantages_G, kl_G)
-        ] + [row for group in batch.replaced[own] for row in trace_rows(group, step, replaced=True)]
-        share = own_traces, batch.counts, self.collector.counted, timer.peak_gib, self.updater.take_flops()
-        rows, counts, totals, peaks, flops = zip(*self.ranks.gather(share), strict=True)
-        traces = [row | {"weight_version": batch.weight_version} for some in rows for row in some]
-        self.totals = {f"total/{name}": count for name, count in summed(totals).items()}
-        metrics |= summed(counts) | self.totals
-        metrics["rollout/prefix_hit_rate"] = metrics["policy/cached_tokens"] / max(metrics["policy/prompt_tokens"], 1)
-        metrics["rollout/weight_version"] = float(batch.weight_version)
-        metrics |= experience_metrics(traces, config.rewards.weights)
-        seconds, num_sampled = time.perf_counter() - start, sampled_tokens(traces)
-        metrics |= machine_metrics(timer.seconds, seconds, num_sampled, peaks, flops, self.peak_tflops)
-        if self.recorder:
-            with self._writing():
-                self.recorder.step(step, metrics, traces)
-                self._warn(self.watch.step(step, [row for row in traces if not row["replaced"]], self.marks))
+        shares = self.ranks.gather(self.share(step, batch, advantages_PG, kl_PG, timer))
+        self.totals = total_counts(shares)
+        seconds = time.perf_counter() - start
+        metrics |= step_metrics(shares, [*config.rewards.weights], timer.seconds, seconds, self.peak_tflops)
+        self.record(step, metrics, [row for share in shares for row in share.traces])
         self.num_done = step
         if too_many:
             raise too_many
         return _progress(metrics)
 
+    def share(
+        self,
+        step: int,
+        batch: Batch,
+        advantages_PG: Sequence[list[float]],
+        kl_PG: Sequence[list[float] | None],
+        timer: Phases,
+    ) -> StepShare:
+        """What this rank knows of the step. Every rank could write all trace rows; each writes some."""
+        own = slice(self.ranks.rank, None, self.ranks.world_size)
+        trained = [*zip(batch.groups, advantages_PG, kl_PG, strict=True)][own]
+        rows = [row for group, advantages_G, kl_G in trained for row in trace_rows(group, step, advantages_G, kl_G)]
+        rows += [row for group in batch.replaced[own] for row in trace_rows(group, step, replaced=True)]
+        traces = [row | {"weight_version": batch.weight_version} for row in rows]
+        return StepShare(traces, batch.counts, self.collector.counted, timer.peak_gib, self.updater.take_flops())
+
+    def record(self, step: int, metrics: dict[str, float], traces: list[dict[str, object]]) -> None:
+        """Writes them, on the main rank, and warns of a run that cannot learn."""
+        if self.recorder:
+            with self._writing():
+                self.recorder.step(step, metrics, traces)
+                self._warn(self.watch.step(step, [row for row in traces if not row["replaced"]], self.marks))
+
     def advantages(self, groups: Sequence[Group]) -> tuple[list[list[float]], list[list[float] | None], float | None]:
         """Advantages by [group][sample]; the replies' KL where the reward is charged for it, and its token mean.
         Collective.
         """
-        rewards_PG, valid_PG = reward_tables(groups)
+        rewards_PG, valid_PG = reward_matrices(groups)
         # Judged on rewards without the KL term: tiny KL differences alone are not signal.
         signal_P = has_signal(rewards_PG, valid_PG)
         kl_PG, mean_kl = [None] * len(groups), None

@@ -2,7 +2,7 @@
 
 The batch is cut into mini-batches of whole groups, each one optimizer step. Every rank knows the whole batch; the
 replies of a mini-batch are dealt to the ranks by what they cost, whoever sampled them, in micro-batches that fit the
-memory, the same number on every rank (`grpo.packing`, `grpo.dealing`). Old log-probs come from the weights before the
+memory, the same number on every rank (`grpo.model.packing`, `grpo.dealing`). Old log-probs come from the weights before the
 first step; where a mini-batch is the first, they are its own forward pass, detached.
 """
 
@@ -16,19 +16,19 @@ import torch
 
 from grpo.config import LossSettings, UpdateSettings
 from grpo.experience import Group
-from grpo.flops import ForwardCost
 from grpo.loss import aggregation_weights, kl_penalty, policy_loss, sampling_correction, sequence_sums
-from grpo.packing import (
+from grpo.model.flops import ForwardCost
+from grpo.model.packing import (
     PackedBatch,
     TrainSequence,
     idle_batch,
     pack,
     plan_micro_batches,
 )
-from grpo.policy import Policy, Reference
+from grpo.model.policy import Policy, Reference
+from grpo.model.sequences import train_sequences, valid_samples
+from grpo.model.sync import check_gap
 from grpo.ranks import Ranks
-from grpo.sequences import train_sequences, valid_samples
-from grpo.sync import check_gap
 from rollout.cores import take_cores
 from rollout.settings import TrainOn
 
@@ -94,7 +94,7 @@ class Updater:
         train_on: TrainOn = "first_reply",
     ):
         """`max_reply_tokens`: most that one sample trains on, all of its trained replies together. `max_gap`: largest
-        mean gap between sampler's and trainer's log-probs, nats (`grpo.sync.max_gap`)."""
+        mean gap between sampler's and trainer's log-probs, nats (`grpo.model.sync.max_gap`)."""
         self.policy, self.reference = policy, reference
         self.loss, self.settings = loss, update
         self.mini_batch_prompts, self.max_reply_tokens = mini_batch_prompts, max_reply_tokens
@@ -170,7 +170,7 @@ class Updater:
         return kl_PG, sum(sums) / max(num_tokens, 1)
 
     def take_flops(self) -> float:
-        """Floating-point operations that this rank's updates needed since this was last called (`grpo.flops`)."""
+        """Floating-point operations that this rank's updates needed since this was last called (`grpo.model.flops`)."""
         taken, self._flops = self._flops, 0.0
         return taken
 

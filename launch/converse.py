@@ -24,20 +24,20 @@ from transformers import AutoModelForCausalLM
 
 from grpo.config import Config
 from grpo.config_file import load_config
-from grpo.evaluate import evaluation_plan
+from grpo.evidence.evaluate import evaluation_plan
+from grpo.evidence.metrics import conversation_metrics
 from grpo.experience import Group, play_and_score, trace_rows
-from grpo.metrics import conversation_metrics
+from grpo.model.room import check_own_gpu
+from grpo.model.sync import push_weights
 from grpo.ranks import end_process
-from grpo.recorder import write_rows
-from grpo.room import check_own_gpu
-from grpo.sync import push_weights
+from grpo.run.recorder import write_rows
 from launch.terminal import drop_output, printable
 from launch.train import Inputs, build_rollout, build_scorer, fail, read_inputs, say, settings_parser
 from rewards.scoring import ReplyReward, Scorer
 from rollout.conversation import Rollout, RolloutPlan
+from rollout.engines.weight_names import stored_weights
 from rollout.settings import user_path
 from rollout.types import Conversation, Scenario, Score
-from rollout.weight_names import stored_weights
 
 STEP = 0
 """Of the trace rows, and of the seeds of training prompts: before the first step."""

@@ -22,10 +22,10 @@ from typing import Any
 
 import yaml
 
-from grpo.evaluate import item_components, item_rewards
-from grpo.recorder import read_rows, read_steps
-from grpo.run_folder import FINISHED, RunFolder
-from grpo.statistics import PairedDifference, paired_difference
+from grpo.evidence.evaluate import item_components, item_rewards
+from grpo.evidence.statistics import PairedDifference, paired_difference
+from grpo.run.folder import FINISHED, RunFolder
+from grpo.run.recorder import read_rows, read_steps
 from launch.terminal import printable
 from rollout.settings import user_path
 

@@ -26,29 +26,30 @@ import transformers
 from grpo.background import LoopThread
 from grpo.config import Config
 from grpo.config_file import describe_settings, load_config
-from grpo.disk import check_space
-from grpo.learning import warnings_at_start
-from grpo.peers import Peers
+from grpo.model.room import check_own_gpu
 from grpo.ranks import Ranks, end_process
-from grpo.room import check_own_gpu
-from grpo.run_folder import RunFolder
-from grpo.stopping import FAULT, Stop, StopSignals
+from grpo.run.disk import check_space
+from grpo.run.folder import RunFolder
+from grpo.run.learning import warnings_at_start
+from grpo.run.peers import Peers
+from grpo.run.stopping import FAULT, Stop, StopSignals
 from rewards.judge import Judge
 from rewards.scoring import Scorer
-from rollout import engine_vllm
 from rollout.chat import Chat
 from rollout.conversation import Rollout, User
 from rollout.cores import mind_neighbours
 from rollout.data import fit_prompts, read_scenarios, steps_per_epoch, with_system_prompt
-from rollout.engine import SharedEngine, build_engine, choose_engine
+from rollout.engines import vllm as engine_vllm
+from rollout.engines.choice import build_engine, choose_engine
+from rollout.engines.policy_server import check_server
+from rollout.engines.sharing import SharedEngine
 from rollout.gpus import GPUFault, check_seen
-from rollout.llm_client import LLMClient
 from rollout.model_folder import ModelFolder, check_trainable, read_model
-from rollout.policy_server import check_server
-from rollout.prompting import system_prompt
-from rollout.role_check import SAMPLE_REPLY, check_role
+from rollout.roles.check import SAMPLE_REPLY, check_role
+from rollout.roles.client import LLMClient
+from rollout.roles.prompting import system_prompt
+from rollout.roles.simulator import LLMUser, ScriptedUser
 from rollout.settings import user_path
-from rollout.simulator import LLMUser, ScriptedUser
 from rollout.types import Scenario
 
 LOST_PEER_S = 2.0
@@ -83,7 +84,7 @@ def check_inputs(config: Config) -> Inputs:
             tell("note", note, folder.check_free(config.run.overwrite, files))
         inputs = read_inputs(config)
         if config.deepspeed.extra:
-            from grpo.policy import check_extra  # imports DeepSpeed: seconds
+            from grpo.model.policy import check_extra  # imports DeepSpeed: seconds
 
             check_extra(config.model, config.optimizer, config.deepspeed)
         check_own_gpu(config, trains=True)
@@ -244,7 +245,7 @@ def run_training(config: Config, inputs: Inputs) -> Stop | None:
 
 def _train(config: Config, inputs: Inputs, ranks: Ranks, signals: StopSignals) -> Stop | None:
     # Here, because they import DeepSpeed: seconds, which bad input and conversations without training do without.
-    from grpo.policy import Policy, Reference
+    from grpo.model.policy import Policy, Reference
     from grpo.trainer import Parts, Trainer
 
     transformers.utils.logging.disable_progress_bar()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from rollout.simulator import asks_something
+from rollout.roles.simulator import asks_something
 from rollout.types import Conversation, Reply
 
 _BOUNDARY = re.compile(

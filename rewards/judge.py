@@ -1,7 +1,7 @@
 """The LLM judge: scores how well an assistant worked with its user, and finds the document they made.
 
 A judgement is either complete and in range or it is an LLMError; nothing in between becomes a score.
-The judge reads the conversation as role-tagged JSON data (`rollout/prompting.py`), without the
+The judge reads the conversation as role-tagged JSON data (`rollout/roles/prompting.py`), without the
 system message, as the user saw it.
 """
 
@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from rewards.settings import RewardSettings
-from rollout.llm_call import Question
-from rollout.llm_client import LLMClient
-from rollout.prompting import Prompt, visible
+from rollout.roles.client import LLMClient
+from rollout.roles.prompting import Prompt, visible
+from rollout.roles.question import Question
 from rollout.types import Conversation, Message, Scenario
 
 PROMPTS = Path(__file__).parent / "prompts"

@@ -20,7 +20,7 @@ from rewards.judge import Judge
 from rewards.settings import RewardSettings, SoftOverlongSettings
 from rewards.tokens import token_amount
 from rollout.chat import Chat
-from rollout.llm_client import LLMError
+from rollout.roles.client import LLMError
 from rollout.types import Conversation, Score
 
 USER = "user"

@@ -13,10 +13,11 @@ from typing import Protocol
 
 from rollout.chat import Chat
 from rollout.data import sample_seed
-from rollout.engine import SampleRequest, SharedEngine
-from rollout.llm_client import LLMError
+from rollout.engines.interface import SampleRequest
+from rollout.engines.sharing import SharedEngine
+from rollout.roles.client import LLMError
+from rollout.roles.simulator import UserTurn
 from rollout.settings import RolloutSettings
-from rollout.simulator import UserTurn
 from rollout.types import Conversation, Ending, Message, Reply, Scenario
 
 

@@ -280,7 +280,7 @@ def _place(address: str) -> tuple[str, str, str]:
 
 
 UserVariant = Literal["default", "lazy", "detailed", "impatient"]
-"""The prompts of `rollout/prompts/user_*.txt`."""
+"""The prompts of `rollout/roles/prompts/user_*.txt`."""
 
 
 class UserSettings(Section):

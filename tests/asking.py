@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.llm_client import LLMClient, LLMError
+from rollout.roles.client import LLMClient, LLMError
 from rollout.settings import EndpointSettings
 from tests.fake_endpoint import MODEL, FakeEndpoint, says
 

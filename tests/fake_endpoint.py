@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
-from rollout.role_check import SAMPLE_REPLY
+from rollout.roles.check import SAMPLE_REPLY
 
 MODEL = "fake-model"
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from rollout.chat import Chat
-from rollout.engine import Sampled, SampleRequest, SharedEngine
+from rollout.engines.interface import Sampled, SampleRequest
+from rollout.engines.sharing import SharedEngine
 from tests.tiny import WORDS, make_tokenizer
 
 

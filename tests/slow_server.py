@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from rollout.endpoints import Address
+from rollout.roles.endpoints import Address
 
 
 class _Jumps(selectors.DefaultSelector):

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from grpo.recorder import read_steps
+from grpo.run.recorder import read_steps
 from tests.fake_endpoint import MODEL
 from tests.tiny import make_model
 from tests.torchrun import QUIET

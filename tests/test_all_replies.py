@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from grpo.attention import choose_attention
 from grpo.config import LossSettings, UpdateSettings
 from grpo.config_file import load_config
 from grpo.experience import Group
-from grpo.logprobs import LogprobModel
+from grpo.model.attention import choose_attention
+from grpo.model.logprobs import LogprobModel
 from grpo.update import Updater
 from rollout.settings import RolloutSettings
 from rollout.types import Conversation, Reply, Scenario

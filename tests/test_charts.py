@@ -12,7 +12,7 @@ from statistics import fmean
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from grpo.recorder import read_rows
+from grpo.run.recorder import read_rows
 from launch.report import summarize
 from tests.small_run import SmallRun, prepare
 from tests.tiny import SPECIAL, WORDS
@@ -107,7 +107,7 @@ def test_on_a_gpu_nothing_of_deepspeeds_is_turned_off():
     program = (
         "import os, torch\n"
         "torch.cuda.is_available = lambda: True\n"
-        "import grpo.policy, deepspeed\n"
+        "import grpo.model.policy, deepspeed\n"
         "assert '__compatible_ops__' not in vars(deepspeed.ops), 'set, or looked for: compilers are tried for it'\n"
         "assert 'DS_ACCELERATOR' not in os.environ\n"
     )

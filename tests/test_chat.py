@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from launch import chat as command
 from launch.chat import Model, Session, pieces, run_system_prompt, text_or_file
 from rollout.chat import Chat
-from rollout.engine import SampleRequest
+from rollout.engines.interface import SampleRequest
 from tests.test_templates import ids_of
 from tests.test_thoughts import ASKS, OPENS, PLAIN, chat_with
 from tests.tiny import TEMPLATE, make_engine, make_model

@@ -9,10 +9,10 @@ import yaml
 
 from grpo.config_file import load_config
 from grpo.presets import PRESETS
-from grpo.recorder import Recorder
-from grpo.run_folder import RunFolder
+from grpo.run.folder import RunFolder
+from grpo.run.recorder import Recorder
 from launch.train import check_inputs
-from rollout.prompting import system_prompt
+from rollout.roles.prompting import system_prompt
 
 QUICKSTART = Path("configs/quickstart.yaml")
 REMOTE = ["engine.kind=remote", "engine.base_url=http://h/v1", "engine.weights_folder=w"]

@@ -17,9 +17,9 @@ from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rewards.settings import RewardSettings
 from rollout.conversation import Rollout, RolloutPlan
-from rollout.llm_client import LLMClient, LLMError
+from rollout.roles.client import LLMClient, LLMError
+from rollout.roles.simulator import UserTurn
 from rollout.settings import RolloutSettings
-from rollout.simulator import UserTurn
 from rollout.types import Scenario
 from tests.fake_endpoint import MODEL, FakeEndpoint, says
 from tests.fake_engine import words_engine

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from grpo.config_file import load_config
-from grpo.recorder import read_rows
+from grpo.run.recorder import read_rows
 from launch import converse as command
 from launch.converse import choose, converse
 from launch.train import read_inputs
@@ -130,7 +130,7 @@ def test_no_trainer_and_no_deepspeed_are_loaded():
         found |= new
         new = {name for module in new for name in imported(module)} - found
     assert "grpo.experience" in found and "rollout.conversation" in found
-    assert not found & {"grpo.trainer", "grpo.policy", "deepspeed", "vllm"}
+    assert not found & {"grpo.trainer", "grpo.model.policy", "deepspeed", "vllm"}
 
 
 def test_the_command_shows_conversations_and_leaves_nothing_behind(config_file, tmp_path, run_command):
@@ -232,7 +232,7 @@ def test_an_engine_that_fails_still_gives_the_summary_and_its_error(config_file,
         raise Ended(repr(error))
 
     monkeypatch.setattr(command, "fail", fail)
-    monkeypatch.setattr("rollout.engine_transformers.TransformersEngine.step", lambda self: 1 / 0)
+    monkeypatch.setattr("rollout.engines.transformers.TransformersEngine.step", lambda self: 1 / 0)
     code, output, _ = run_command("--config", config_file())
     assert "ZeroDivisionError" in code and "conversations: 0\n" in output
 

@@ -45,7 +45,8 @@ alone = num_helpers()  # one, and what other libraries started
 """
 ENGINE = """
 import asyncio
-from rollout.engine import Sampled, SampleRequest, SharedEngine
+from rollout.engines.interface import Sampled, SampleRequest
+from rollout.engines.sharing import SharedEngine
 
 class Engine:
     def enter_thread(self):

@@ -10,7 +10,14 @@ import pytest
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-MODULES = ["grpo.advantages", "grpo.flops", "grpo.statistics", "launch.terminal", "rewards.scoring", "rollout.settings"]
+MODULES = [
+    "grpo.advantages",
+    "grpo.model.flops",
+    "grpo.evidence.statistics",
+    "launch.terminal",
+    "rewards.scoring",
+    "rollout.settings",
+]
 
 
 @pytest.mark.parametrize("module", MODULES)

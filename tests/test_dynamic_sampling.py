@@ -10,13 +10,13 @@ import torch
 
 from grpo.advantages import has_signal
 from grpo.background import LoopThread
-from grpo.collect import Collector, reward_tables
+from grpo.collect import Collector, reward_matrices
 from grpo.config import Config
 from grpo.config_file import load_config
 from rewards.scoring import Scorer, TooManyFailures
 from rollout.conversation import Rollout
 from rollout.data import batch_rows, spare_rows
-from rollout.simulator import ScriptedUser
+from rollout.roles.simulator import ScriptedUser
 from rollout.types import Scenario
 from tests.groups import Alone
 from tests.tiny import make_engine, make_model
@@ -57,7 +57,7 @@ def collect(engine, max_rounds, **rewards):
         batch = Collector(config, rollout, scorer, scenarios, {}, ranks, runner).collect(step=1)
     groups, replaced = batch.groups, batch.replaced
     assert [group.position for group in groups] == list(range(PROMPTS))
-    signal_P = has_signal(*reward_tables(groups))
+    signal_P = has_signal(*reward_matrices(groups))
     return [group.scenario.row for group in groups], signal_P.tolist(), [group.scenario.row for group in replaced]
 
 

@@ -16,11 +16,11 @@ from urllib.parse import quote
 import pytest
 
 from grpo.config_file import load_config
-from rollout import llm_client
-from rollout.endpoints import MOST_BYTES, REST_S, Address, Balancer, Clock, Pace
-from rollout.llm_call import Question
-from rollout.llm_client import LLMClient
-from rollout.role_check import check_role
+from rollout.roles import client as llm_client
+from rollout.roles.check import check_role
+from rollout.roles.client import LLMClient
+from rollout.roles.endpoints import MOST_BYTES, REST_S, Address, Balancer, Clock, Pace
+from rollout.roles.question import Question
 from rollout.settings import EndpointSettings
 from tests.asking import GOOD, QUESTION, SCHEMA, ask, client_of, failure_of
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says
@@ -109,7 +109,7 @@ def test_an_address_with_another_key_or_model_costs_no_answers(status: int):
 
 
 def test_an_address_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rollout.endpoints.REST_S", 0.0)
+    monkeypatch.setattr("rollout.roles.endpoints.REST_S", 0.0)
     with FakeEndpoint(GOOD) as one, FakeEndpoint(GOOD) as two:
         client = client_of(one, base_url=[one.base_url, two.base_url], max_attempts=2)
         one.stop()

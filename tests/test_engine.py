@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from rollout.engine import Sampled, SampleRequest, SharedEngine
+from rollout.engines.interface import Sampled, SampleRequest
+from rollout.engines.sharing import SharedEngine
 
 
 class Counting:

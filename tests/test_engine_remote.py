@@ -23,11 +23,13 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from grpo.config import Config
-from grpo.sync import push_weights
+from grpo.model.sync import push_weights
 from launch.converse import choose, converse
 from launch.train import read_inputs
-from rollout.engine import SampleRequest, SharedEngine, build_engine, choose_engine, weight_mark
-from rollout.policy_server import check_server
+from rollout.engines.choice import build_engine, choose_engine
+from rollout.engines.interface import SampleRequest, weight_mark
+from rollout.engines.policy_server import check_server
+from rollout.engines.sharing import SharedEngine
 from rollout.settings import EngineSettings
 from tests.fake_endpoint import FakeEndpoint
 from tests.small_disk import small_disk
@@ -75,7 +77,7 @@ def server(models, tmp_path_factory) -> str:
     environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": "."}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--model", models[0], "--max-model-len", "256", "--logprobs-mode", "processed_logprobs"]
-    command += ["--enable-prompt-tokens-details", "--worker-extension-cls", "rollout.engine_vllm.WorkerExtension"]
+    command += ["--enable-prompt-tokens-details", "--worker-extension-cls", "rollout.engines.vllm.WorkerExtension"]
     command += ["--enforce-eager", "--dtype", "float32", "--max-num-seqs", "16", "--block-size", "32"]
     command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"]
     log = tmp_path_factory.mktemp("server") / "log"
@@ -284,7 +286,7 @@ FAULTS = {
     ),
     "no extension": (
         lambda path, body: (path, body | {"method": "unknown"}) if path == "/collective_rpc" else None,
-        "start it with --worker-extension-cls rollout.engine_vllm.WorkerExtension",
+        "start it with --worker-extension-cls rollout.engines.vllm.WorkerExtension",
     ),
     "another machine's folder": (
         lambda path, body: (path, body | {"kwargs": {"path": "/nowhere"}}) if path == "/collective_rpc" else None,

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from grpo.attention import choose_attention
-from grpo.logprobs import LogprobModel
 from grpo.loss import aggregation_weights, kl_penalty, policy_loss, sampling_correction
-from grpo.packing import TrainSequence, pack, plan_micro_batches
+from grpo.model.attention import choose_attention
+from grpo.model.logprobs import LogprobModel
+from grpo.model.packing import TrainSequence, pack, plan_micro_batches
 from tests.programs import gradient_program as program
 from tests.tiny import make_model
 from tests.torchrun import torchrun

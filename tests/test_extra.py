@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 
 from grpo.config_file import load_config
-from grpo.policy import check_extra, deepspeed_config
+from grpo.model.policy import check_extra, deepspeed_config
 from launch.train import check_inputs
 from tests.small_run import prepare
 from tests.torchrun import QUIET
@@ -87,7 +87,7 @@ ENGINE_CASES = [
 PROGRAM = """
 import json, sys, torch
 from pathlib import Path
-from rollout.engine_vllm import check_extra
+from rollout.engines.vllm import check_extra
 from rollout.settings import EngineSettings
 for extra in json.loads(sys.argv[2]):
     try:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, GPTJConfig
 
-from grpo.constants import check_constants, constants, persistent_buffers, plain_constants
+from grpo.model.constants import check_constants, constants, persistent_buffers, plain_constants
 from tests.torchrun import torchrun
 
 EVERY = [f"{stage}/{dtype}" for stage in range(4) for dtype in ("float32", "bfloat16")] + ["3/bfloat16/checkpointed"]

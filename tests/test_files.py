@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.checkpoint import ModelWriter
-from rollout.engine_remote import RemoteEngine
+from grpo.run.model_writer import ModelWriter
+from rollout.engines.remote import RemoteEngine
 from tests.groups import Alone
 from tests.tiny import make_model
 

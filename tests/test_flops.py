@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen3MoeConfig
 
-from grpo.flops import ForwardCost, peak_tflops
-from grpo.packing import TrainSequence, idle_batch, pack, plan_micro_batches
+from grpo.model.flops import ForwardCost, peak_tflops
+from grpo.model.packing import TrainSequence, idle_batch, pack, plan_micro_batches
 
 SIZES = {
     "vocab_size": 10,

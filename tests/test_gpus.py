@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from grpo.config_file import load_config
-from grpo.room import check_own_gpu, state_bytes
+from grpo.model.room import check_own_gpu, state_bytes
 from launch.train import check_inputs
 from rollout.gpus import GPUFault, check_free, check_seen
 from tests.small_run import prepare

@@ -24,10 +24,11 @@ from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rewards.settings import RewardSettings
 from rollout.conversation import Rollout, RolloutPlan
-from rollout.engine import Sampled, SampleRequest, SharedEngine
-from rollout.llm_client import LLMClient
+from rollout.engines.interface import Sampled, SampleRequest
+from rollout.engines.sharing import SharedEngine
+from rollout.roles.client import LLMClient
+from rollout.roles.simulator import LLMUser
 from rollout.settings import EndpointSettings, RolloutSettings
-from rollout.simulator import LLMUser
 from rollout.types import Conversation, Message, Reply, Scenario, Score
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says
 

@@ -12,7 +12,7 @@ import pytest
 
 from rewards.judge import Judge
 from rewards.settings import RewardSettings
-from rollout.llm_client import LLMClient, LLMError
+from rollout.roles.client import LLMClient, LLMError
 from rollout.settings import EndpointSettings
 from rollout.types import Conversation, Scenario
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, says

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from grpo.config_file import load_config
-from grpo.learning import PATIENCE, LearningWatch, warnings_at_start
+from grpo.run.learning import PATIENCE, LearningWatch, warnings_at_start
 from launch import report
 from tests.small_run import SmallRun, prepare
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollout import llm_client
-from rollout.llm_call import Question
-from rollout.llm_client import LLMClient, LLMError
-from rollout.role_check import check_role
+from rollout.roles import client as llm_client
+from rollout.roles.check import check_role
+from rollout.roles.client import LLMClient, LLMError
+from rollout.roles.question import Question
 from rollout.settings import EndpointSettings
 from tests.asking import GOOD, QUESTION, SCHEMA, ask, client_of, failure_of
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says

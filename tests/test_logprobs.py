@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from grpo import logprobs
-from grpo.logprobs import LogprobHead
+from grpo.model import logprobs
+from grpo.model.logprobs import LogprobHead
 
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 6, 5, 23, 0.7
 

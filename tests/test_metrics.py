@@ -8,19 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 
-from grpo.evaluate import Evaluation
-from grpo.metrics import (
+from grpo.evidence.evaluate import Evaluation
+from grpo.evidence.metrics import (
+    StepShare,
     conversation_metrics,
     experience_metrics,
     group_metrics,
     machine_metrics,
     role_counts,
     sampled_tokens,
+    step_metrics,
     summed,
 )
-from grpo.recorder import read_rows, write_rows
+from grpo.run.recorder import read_rows, write_rows
 from rewards.overlap import reference_overlap
-from rollout.llm_client import Usage
+from rollout.roles.client import Usage
 from rollout.types import Conversation, Scenario
 
 
@@ -127,6 +129,22 @@ def test_what_a_step_took_is_that_of_the_rank_that_needed_most_and_the_mean_card
         "perf/update_tflops": 100, "perf/mfu": 0.25,
     }  # fmt: skip
     assert "perf/mfu" not in machine_metrics({"update": 2.0}, 8.0, 400, [{"update": 1.0}], [1.0], peak_tflops=None)
+
+
+def test_a_steps_metrics_are_those_of_all_ranks_together():
+    rows = [one | {"weight_version": 3} for one in ROWS]
+    counts = {"policy/prompt_tokens": 30.0, "policy/cached_tokens": 5.0}
+    shares = [
+        StepShare(rows[:2], counts, {"user/calls": 4.0}, {"rollout": 3.0, "update": 1.0}, 3e12),
+        StepShare(rows[2:], counts | {"user/calls": 2.0}, {"user/calls": 5.0}, {"rollout": 2.0, "update": 4.0}, 1e12),
+    ]
+    metrics = step_metrics(shares, ["interactivity"], {"rollout": 5.0, "update": 2.0}, 8.0, peak_tflops=None)
+    expected = {
+        "policy/prompt_tokens": 60, "policy/cached_tokens": 10, "user/calls": 2, "total/user/calls": 9,
+        "rollout/prefix_hit_rate": 1 / 6, "rollout/weight_version": 3, "reward/mean": 0.5,
+        "tokens_per_second": 61 / 8, "memory/peak_gib": 4, "perf/update_tflops": 1,
+    }  # fmt: skip
+    assert {name: metrics[name] for name in expected} == expected
 
 
 def test_an_evaluation_tells_means_with_their_intervals():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo.background import LoopThread
 from grpo.config_file import load_config
-from grpo.recorder import read_rows
+from grpo.run.recorder import read_rows
 from launch.train import check_inputs
 from rollout.settings import EngineSettings
 from tests.small_run import SmallRun, prepare

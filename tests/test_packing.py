@@ -24,10 +24,10 @@ from transformers import (
     RwkvConfig,
 )
 
-from grpo.attention import PackedAttention, choose_attention
-from grpo.logprobs import LogprobModel
-from grpo.packing import PADDING, SEGMENTS, TrainSequence, idle_batch, pack, plan_micro_batches
-from grpo.prefix_attention import PrefixLayout, attend
+from grpo.model.attention import PackedAttention, choose_attention
+from grpo.model.logprobs import LogprobModel
+from grpo.model.packing import PADDING, SEGMENTS, TrainSequence, idle_batch, pack, plan_micro_batches
+from grpo.model.prefix_attention import PrefixLayout, attend
 from tests.bench.bench_dealing import SHAPES
 
 TEMPERATURE = 0.7

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo.peers import Peers
+from grpo.run.peers import Peers
 from tests.torchrun import QUIET
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from grpo.phases import Phases
+from grpo.run.phases import Phases
 
 
 def test_a_phase_entered_twice_adds_its_seconds(monkeypatch):

@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from rollout.endpoints import Address, route
-from rollout.llm_call import Question
-from rollout.role_check import check_role
+from rollout.roles.check import check_role
+from rollout.roles.endpoints import Address, route
+from rollout.roles.question import Question
 from rollout.settings import EndpointSettings
 from tests.asking import GOOD, QUESTION, SCHEMA, ask, client_of, failure_of
 from tests.fake_endpoint import MODEL, FakeEndpoint

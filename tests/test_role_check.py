@@ -11,11 +11,11 @@ import pytest
 from grpo.config_file import load_config
 from launch.train import check_roles
 from rewards.judge import CRITERIA, Judge
-from rollout.llm_call import Question
-from rollout.llm_client import LLMClient
-from rollout.role_check import check_role
+from rollout.roles.check import check_role
+from rollout.roles.client import LLMClient
+from rollout.roles.question import Question
+from rollout.roles.simulator import LLMUser
 from rollout.settings import EndpointSettings
-from rollout.simulator import LLMUser
 from rollout.types import Scenario
 from tests.asking import GOOD, QUESTION, SCHEMA, ask, client_of
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, error, says

@@ -18,10 +18,10 @@ import pytest
 import yaml
 
 from grpo.config_file import load_config
-from grpo.disk import in_words, saved_model_bytes, whole_file
-from grpo.folder_lock import FolderLock, Taken
-from grpo.recorder import append_row, read_rows
-from grpo.run_folder import RunFolder
+from grpo.run.disk import in_words, saved_model_bytes, whole_file
+from grpo.run.folder import RunFolder
+from grpo.run.folder_lock import FolderLock, Taken
+from grpo.run.recorder import append_row, read_rows
 from launch import report, train
 from launch.train import check_inputs
 from tests.small_disk import fill, small_disk
@@ -31,7 +31,7 @@ from tests.tiny import make_model
 HOLD = """
 import sys, time
 from pathlib import Path
-from grpo.folder_lock import FolderLock, Taken
+from grpo.run.folder_lock import FolderLock, Taken
 lock = FolderLock(Path(sys.argv[1]))
 lock.take()
 print("taken", flush=True)

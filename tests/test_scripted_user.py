@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rollout.simulator import ScriptedUser, UserTurn, asks_something
+from rollout.roles.simulator import ScriptedUser, UserTurn, asks_something
 from rollout.types import Message, Scenario
 
 OPENING = {"role": "user", "content": "Can you help me write about tea?"}

@@ -12,10 +12,10 @@ from typing import Any, get_args
 
 import pytest
 
-from rollout.answers import UnusableAnswer, read_texts
-from rollout.llm_client import LLMClient, LLMError
+from rollout.roles.answers import UnusableAnswer, read_texts
+from rollout.roles.client import LLMClient, LLMError
+from rollout.roles.simulator import PROMPTS, STOP_SIGNAL, LLMUser, UserTurn
 from rollout.settings import EndpointSettings, UserSettings, UserVariant
-from rollout.simulator import PROMPTS, STOP_SIGNAL, LLMUser, UserTurn
 from rollout.types import Message, Scenario
 from tests.fake_endpoint import MODEL, Answer, FakeEndpoint, says
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from grpo.config_file import load_config
-from rollout.llm_client import LLMClient, LLMError
-from rollout.overload import LEAST, START, Limit, Places, Pulse
+from rollout.roles.client import LLMClient, LLMError
+from rollout.roles.overload import LEAST, START, Limit, Places, Pulse
 from rollout.settings import EndpointSettings
 from tests.asking import GOOD, QUESTION, SCHEMA, ask, client_of
 from tests.fake_endpoint import FakeEndpoint, error

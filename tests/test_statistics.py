@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from grpo.policy import lr_factor
-from grpo.statistics import mean_interval, paired_difference, student_975
+from grpo.evidence.statistics import mean_interval, paired_difference, student_975
+from grpo.model.policy import lr_factor
 
 
 def test_paired_difference_by_hand():

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from grpo.config import BudgetSettings
 from grpo.config_file import load_config
-from grpo.peers import Peers
-from grpo.recorder import read_rows
-from grpo.run_folder import RunFolder
-from grpo.stopping import StopSignals, used_up
+from grpo.run.folder import RunFolder
+from grpo.run.peers import Peers
+from grpo.run.recorder import read_rows
+from grpo.run.stopping import StopSignals, used_up
 from launch.train import check_inputs
 from tests.fake_endpoint import FakeEndpoint, error, is_check, says
 from tests.small_disk import fill, small_disk

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from rollout.streams import EngineStream
+from rollout.engines.streams import EngineStream
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from grpo.policy import _buckets
-from grpo.sync import EngineDrift, check_gap, max_gap, push_weights
+from grpo.model.policy import _buckets
+from grpo.model.sync import EngineDrift, check_gap, max_gap, push_weights
 from tests.small_run import SmallRun, prepare
 from tests.tiny import make_model
 from tests.torchrun import torchrun

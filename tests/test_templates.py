@@ -9,13 +9,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo.packing import pack, plan_micro_batches
-from grpo.sequences import Sample, train_sequences
+from grpo.model.packing import pack, plan_micro_batches
+from grpo.model.sequences import Sample, train_sequences
 from rollout.chat import Chat
 from rollout.conversation import Rollout, RolloutPlan
-from rollout.engine import SharedEngine
+from rollout.engines.sharing import SharedEngine
+from rollout.roles.simulator import UserTurn
 from rollout.settings import RolloutSettings
-from rollout.simulator import UserTurn
 from rollout.types import Conversation, Message, Scenario
 from tests.fake_engine import FakeEngine
 from tests.tiny import TEMPLATE, make_model

@@ -7,16 +7,16 @@ import asyncio
 import pytest
 from tokenizers import AddedToken
 
-from grpo.sequences import Sample, train_sequences
+from grpo.model.sequences import Sample, train_sequences
 from launch.train import model_notes
 from rewards.interactivity import rubric
 from rewards.scoring import Scorer, score_batch
 from rewards.settings import RewardSettings
 from rollout.chat import Chat
 from rollout.conversation import Rollout, RolloutPlan
-from rollout.engine import SharedEngine
+from rollout.engines.sharing import SharedEngine
+from rollout.roles.simulator import UserTurn
 from rollout.settings import RolloutSettings
-from rollout.simulator import UserTurn
 from rollout.thoughts import never_ends, split_thought
 from rollout.types import Conversation, Scenario
 from tests.fake_engine import FakeEngine

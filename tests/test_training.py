@@ -17,7 +17,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from grpo.recorder import read_rows
+from grpo.run.recorder import read_rows
 from tests.tiny import make_model
 from tests.torchrun import QUIET
 

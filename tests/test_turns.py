@@ -12,16 +12,16 @@ import torch
 
 from grpo.config import EvaluationSettings
 from grpo.config_file import load_config
-from grpo.evaluate import evaluate
+from grpo.evidence.evaluate import evaluate
 from launch.train import check_inputs
 from rewards.scoring import Scorer
 from rewards.settings import RewardSettings
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.data import with_system_prompt
-from rollout.llm_client import LLMClient, LLMError
-from rollout.prompting import SYSTEM_PROMPTS, system_prompt
+from rollout.roles.client import LLMClient, LLMError
+from rollout.roles.prompting import SYSTEM_PROMPTS, system_prompt
+from rollout.roles.simulator import STOP_SIGNAL, LLMUser, ScriptedUser, UserTurn
 from rollout.settings import EndpointSettings, RolloutSettings, UserSettings
-from rollout.simulator import STOP_SIGNAL, LLMUser, ScriptedUser, UserTurn
 from rollout.types import Scenario
 from tests.fake_endpoint import MODEL, FakeEndpoint, says
 from tests.fake_engine import words_engine

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from grpo.checkpoint import ModelWriter
 from grpo.config_file import load_config
 from grpo.experience import Group
+from grpo.run.model_writer import ModelWriter
 from grpo.trainer import Trainer
 from rewards.scoring import ReplyReward
 from tests.groups import Alone

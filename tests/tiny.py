@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from rollout.chat import Chat
-from rollout.engine import SharedEngine
-from rollout.engine_transformers import TransformersEngine
+from rollout.engines.sharing import SharedEngine
+from rollout.engines.transformers import TransformersEngine
 from rollout.settings import EngineSettings
 
 WORDS = "hello i can help what do you want to say about the bees on roof they hum and keep warm in winter ? . !".split()

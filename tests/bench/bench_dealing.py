@@ -3,7 +3,7 @@
     python -m tests.bench.bench_dealing
 
 Mini-batches of the recipe (8 prompts with 8 replies each; micro-batches of 12,288 tokens), dealt as the update deals
-them (`grpo.packing`, `grpo.dealing`) and, to compare, as whole groups in turn. Nothing is computed but the deals: half
+them (`grpo.model.packing`, `grpo.dealing`) and, to compare, as whole groups in turn. Nothing is computed but the deals: half
 a minute on one core. Medians of 20 seeds.
 
 busiest     tokens of the busiest rank over the mean of the ranks, prompts counted wherever they are computed

@@ -4,7 +4,7 @@
 
 Forward and backward of the head alone (hidden size 1,024, tied to nothing, float32) over N response tokens, each case
 in a process of its own. `peak` is the resident memory at its highest less that before, GiB: blocks hold
-some of the logits (`grpo.logprobs`) and the head's gradient (0.58 GiB), whole logits all of them and that gradient. The
+some of the logits (`grpo.model.logprobs`) and the head's gradient (0.58 GiB), whole logits all of them and that gradient. The
 last line is JSON.
 """
 
@@ -18,9 +18,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from grpo.attention import PackedAttention
-from grpo.logprobs import LogprobModel
-from grpo.packing import TrainSequence, pack, plan_micro_batches
+from grpo.model.attention import PackedAttention
+from grpo.model.logprobs import LogprobModel
+from grpo.model.packing import TrainSequence, pack, plan_micro_batches
 from tests.bench.common import Meter
 
 VOCABULARY, WIDTH = 151_936, 1024

@@ -36,7 +36,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from grpo.recorder import read_rows
+from grpo.run.recorder import read_rows
 from launch.prepare_data import prepare
 from launch.quickstart import ARTICLES, CONFIG, HELD_OUT
 from rollout.cores import Usage

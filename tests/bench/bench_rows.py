@@ -18,8 +18,8 @@ import time
 import torch
 from transformers import LlamaConfig, LlamaModel
 
-from grpo.attention import choose_attention
-from grpo.packing import TrainSequence, pack, plan_micro_batches
+from grpo.model.attention import choose_attention
+from grpo.model.packing import TrainSequence, pack, plan_micro_batches
 
 SHAPE = LlamaConfig(
     vocab_size=128,

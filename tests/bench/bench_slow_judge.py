@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo.config_file import load_config
-from rollout.llm_client import LLMClient, LLMError
+from rollout.roles.client import LLMClient, LLMError
 from rollout.settings import EndpointSettings
 from tests.asking import QUESTION, SCHEMA
 from tests.bench.figures import Figures

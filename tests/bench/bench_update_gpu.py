@@ -3,7 +3,7 @@
     python -m tests.bench.bench_update_gpu
 
 Needs torch, transformers and this repository, no model and no network: the model has Qwen3-0.6B's shape and random
-weights, with the norms and MLPs of a training run (`grpo.lean`), the token ids are made up. It takes under five
+weights, with the norms and MLPs of a training run (`grpo.model.recompute`), the token ids are made up. It takes under five
 minutes; without a GPU it says so and exits with 0. The last line is one JSON object with every figure.
 
 packed          `update.share_prompt: true`: replies share their prompt's row
@@ -34,10 +34,10 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from grpo.attention import PackedAttention, choose_attention
-from grpo.lean import keep_less
-from grpo.logprobs import LogprobModel
-from grpo.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
+from grpo.model.attention import PackedAttention, choose_attention
+from grpo.model.logprobs import LogprobModel
+from grpo.model.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
+from grpo.model.recompute import keep_less
 from tests.bench.common import Shape
 
 MODEL = Qwen3Config(

@@ -18,11 +18,12 @@ from typing import Any
 
 from rollout.chat import Chat
 from rollout.conversation import Rollout, RolloutPlan, User
-from rollout.engine import Sampled, SampleRequest, SharedEngine
-from rollout.llm_client import LLMClient
-from rollout.prompting import as_data, visible
+from rollout.engines.interface import Sampled, SampleRequest
+from rollout.engines.sharing import SharedEngine
+from rollout.roles.client import LLMClient
+from rollout.roles.prompting import as_data, visible
+from rollout.roles.simulator import STOP_SIGNAL, LLMUser, UserTurn
 from rollout.settings import EndpointSettings, RolloutSettings, UserSettings
-from rollout.simulator import STOP_SIGNAL, LLMUser, UserTurn
 from rollout.types import Conversation, Message, Scenario
 from tests.bench.common import scenarios
 from tests.bench.figures import Figures, medians

@@ -14,9 +14,9 @@ import torch
 from grpo.advantages import group_advantages
 from grpo.config import Config, DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
 from grpo.experience import Group
-from grpo.policy import Policy, Reference
+from grpo.model.policy import Policy, Reference
 from grpo.ranks import Ranks
-from grpo.recorder import read_steps
+from grpo.run.recorder import read_steps
 from grpo.update import Updater
 from launch.train import check_inputs, run_training
 from rewards.scoring import ReplyReward

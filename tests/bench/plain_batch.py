@@ -15,10 +15,11 @@ import torch
 from rollout.chat import Chat
 from rollout.conversation import Rollout, RolloutPlan
 from rollout.cores import leave_cores
-from rollout.engine import Sampled, SampleRequest, SharedEngine
-from rollout.engine_vllm import VLLMEngine, _sampled
+from rollout.engines.interface import Sampled, SampleRequest
+from rollout.engines.sharing import SharedEngine
+from rollout.engines.vllm import VLLMEngine, _sampled
+from rollout.roles.simulator import UserTurn
 from rollout.settings import EngineSettings, RolloutSettings
-from rollout.simulator import UserTurn
 from rollout.types import Message, Scenario
 from tests.bench.common import scenarios
 from tests.bench.figures import Figures, medians

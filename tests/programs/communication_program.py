@@ -15,8 +15,8 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
-from grpo.packing import PackedBatch, pack, plan_micro_batches
-from grpo.policy import Policy
+from grpo.model.packing import PackedBatch, pack, plan_micro_batches
+from grpo.model.policy import Policy
 from grpo.ranks import Ranks, end_process
 from tests.programs.update_program import fixed_replies
 from tests.test_packing import sequence

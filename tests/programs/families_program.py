@@ -18,14 +18,15 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from grpo.checkpoint import ModelWriter
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
-from grpo.packing import TrainSequence, pack, plan_micro_batches
-from grpo.policy import Policy
+from grpo.model.packing import TrainSequence, pack, plan_micro_batches
+from grpo.model.policy import Policy
+from grpo.model.sync import push_weights
 from grpo.ranks import Ranks, end_process
-from grpo.sync import push_weights
+from grpo.run.model_writer import ModelWriter
 from rollout.chat import Chat
-from rollout.engine import Engine, SampleRequest, build_engine
+from rollout.engines.choice import build_engine
+from rollout.engines.interface import Engine, SampleRequest
 from rollout.model_folder import check_trainable, read_model
 from rollout.settings import EngineSettings
 from tests.families import make_family

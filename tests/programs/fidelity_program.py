@@ -20,11 +20,11 @@ from unittest import mock
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
-from grpo import policy
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
-from grpo.constants import Constants, check_constants, constants
-from grpo.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
-from grpo.policy import Policy, Reference
+from grpo.model import policy
+from grpo.model.constants import Constants, check_constants, constants
+from grpo.model.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
+from grpo.model.policy import Policy, Reference
 from grpo.ranks import Ranks, end_process
 
 LENGTH, VOCABULARY = 4096, 64

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from grpo import packing
 from grpo.config import DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
 from grpo.dealing import Work, deal_in_rounds
 from grpo.experience import Group
-from grpo.policy import Policy, Reference
+from grpo.model import packing
+from grpo.model.policy import Policy, Reference
 from grpo.ranks import Ranks, end_process
 from grpo.update import Updater
 from rollout.types import Reply

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from grpo.run_folder import RunFolder
+from grpo.run.folder import RunFolder
 from launch import train
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
-from grpo.packing import pack, plan_micro_batches
-from grpo.policy import Policy
+from grpo.model.packing import pack, plan_micro_batches
+from grpo.model.policy import Policy
 from grpo.ranks import Ranks, end_process
 from tests.programs.update_program import fixed_replies
 from tests.test_packing import sequence

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from grpo.ranks import Ranks, end_process
-from rollout.engine import weight_mark
-from rollout.engine_remote import RemoteEngine
+from rollout.engines.interface import weight_mark
+from rollout.engines.remote import RemoteEngine
 from rollout.settings import EngineSettings
 
 NAME = "model.layers.1.mlp.down_proj.weight"

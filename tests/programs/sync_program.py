@@ -12,12 +12,13 @@ from pathlib import Path
 import torch
 
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
-from grpo.packing import TrainSequence, pack, plan_micro_batches
-from grpo.policy import Policy
+from grpo.model.packing import TrainSequence, pack, plan_micro_batches
+from grpo.model.policy import Policy
+from grpo.model.sync import push_weights
 from grpo.ranks import Ranks, end_process
-from grpo.sync import push_weights
 from rollout.chat import Chat
-from rollout.engine import SampleRequest, build_engine
+from rollout.engines.choice import build_engine
+from rollout.engines.interface import SampleRequest
 from rollout.settings import EngineSettings
 
 TEMPERATURE = 0.8

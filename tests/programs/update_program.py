@@ -14,8 +14,6 @@ from pathlib import Path
 
 import torch
 
-from grpo import logprobs
-from grpo.checkpoint import ModelWriter
 from grpo.config import (
     DeepSpeedSettings,
     LossSettings,
@@ -24,8 +22,10 @@ from grpo.config import (
     UpdateSettings,
 )
 from grpo.experience import Group
-from grpo.policy import Policy, Reference
+from grpo.model import logprobs
+from grpo.model.policy import Policy, Reference
 from grpo.ranks import Ranks, end_process
+from grpo.run.model_writer import ModelWriter
 from grpo.update import Updater
 from rollout.types import Reply
 from tests.groups import group_of, rewards_of

@@ -1,0 +1,1 @@
+"""What the figures of a run are: held-out conversations, metrics, statistics."""

@@ -1,0 +1,1 @@
+"""What is trained: the policy and the reference, the rows they read, and the weights that the engine gets."""
