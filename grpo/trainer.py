@@ -24,7 +24,8 @@ from grpo.evidence.evaluate import Evaluation, evaluate
 from grpo.evidence.metrics import StepShare, step_metrics, summed, total_counts
 from grpo.experience import Group, failure_lines, trace_rows
 from grpo.model.flops import peak_tflops
-from grpo.model.policy import Policy, Reference
+from grpo.model.policy import Policy
+from grpo.model.reference import Reference
 from grpo.model.sync import EngineDrift, max_gap, push_weights
 from grpo.ranks import Ranks
 from grpo.run.disk import NotWritten

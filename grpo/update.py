@@ -25,7 +25,8 @@ from grpo.model.packing import (
     pack,
     plan_micro_batches,
 )
-from grpo.model.policy import Policy, Reference
+from grpo.model.policy import Policy
+from grpo.model.reference import Reference
 from grpo.model.sequences import train_sequences, valid_samples
 from grpo.model.sync import check_gap
 from grpo.ranks import Ranks

@@ -84,7 +84,7 @@ def check_inputs(config: Config) -> Inputs:
             tell("note", note, folder.check_free(config.run.overwrite, files))
         inputs = read_inputs(config)
         if config.deepspeed.extra:
-            from grpo.model.policy import check_extra  # imports DeepSpeed: seconds
+            from grpo.model.zero import check_extra  # imports DeepSpeed: seconds
 
             check_extra(config.model, config.optimizer, config.deepspeed)
         check_own_gpu(config, trains=True)
@@ -245,7 +245,8 @@ def run_training(config: Config, inputs: Inputs) -> Stop | None:
 
 def _train(config: Config, inputs: Inputs, ranks: Ranks, signals: StopSignals) -> Stop | None:
     # Here, because they import DeepSpeed: seconds, which bad input and conversations without training do without.
-    from grpo.model.policy import Policy, Reference
+    from grpo.model.policy import Policy
+    from grpo.model.reference import Reference
     from grpo.trainer import Parts, Trainer
 
     transformers.utils.logging.disable_progress_bar()

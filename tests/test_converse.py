@@ -130,7 +130,7 @@ def test_no_trainer_and_no_deepspeed_are_loaded():
         found |= new
         new = {name for module in new for name in imported(module)} - found
     assert "grpo.experience" in found and "rollout.conversation" in found
-    assert not found & {"grpo.trainer", "grpo.model.policy", "deepspeed", "vllm"}
+    assert not found & {"grpo.trainer", "grpo.model.zero", "deepspeed", "vllm"}
 
 
 def test_the_command_shows_conversations_and_leaves_nothing_behind(config_file, tmp_path, run_command):

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 
 from grpo.config_file import load_config
-from grpo.model.policy import check_extra, deepspeed_config
+from grpo.model.zero import check_extra, deepspeed_config
 from launch.train import check_inputs
 from tests.small_run import prepare
 from tests.torchrun import QUIET

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from grpo.evidence.statistics import mean_interval, paired_difference, student_975
-from grpo.model.policy import lr_factor
+from grpo.model.optimizer import lr_factor
 
 
 def test_paired_difference_by_hand():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = ["rollout", "rewards", "grpo", "launch"]
-ONLY_IN = {"vllm": "rollout/engines/vllm.py", "deepspeed": "grpo/model/policy.py"}
+ONLY_IN = {"vllm": "rollout/engines/vllm.py", "deepspeed": "grpo/model/zero.py"}
 ROOMS = {
     "rollout/engines": {"rollout.cores", "rollout.files", "rollout.settings", "rollout.roles.endpoints"},
     "rollout/roles": {"rollout.settings", "rollout.types"},

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from grpo.model.policy import _buckets
 from grpo.model.sync import EngineDrift, check_gap, max_gap, push_weights
+from grpo.model.weight_buckets import weight_buckets
 from tests.small_run import SmallRun, prepare
 from tests.tiny import make_model
 from tests.torchrun import torchrun
@@ -76,7 +76,7 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 def test_weights_are_gathered_in_bounded_buckets():
     units = [[(name, torch.nn.Parameter(torch.zeros(10))) for name in unit] for unit in ("a", "b", "c", "d", "ef", "g")]
     units[3] = [("d", torch.nn.Parameter(torch.zeros(100)))]  # larger than a bucket of 100 bytes, so alone in one
-    buckets = _buckets(units, limit=100)
+    buckets = weight_buckets(units, limit=100)
     assert ["".join(name for name, _ in bucket) for bucket in buckets] == ["ab", "c", "d", "ef", "g"]
 
 

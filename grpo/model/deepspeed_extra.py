@@ -27,7 +27,7 @@ SETTING = {
     "gradient_accumulation_steps": "update.mini_batch_prompts",
     "activation_checkpointing": "model.gradient_checkpointing",
 }
-"""What stands for a key of DeepSpeed's here; those of `grpo.model.policy` without one are fixed."""
+"""What stands for a key of DeepSpeed's here; those of `grpo.model.zero` without one are fixed."""
 
 FIXED = ("gradient_allreduce_op", "prescale_gradients", "gradient_predivide_factor", "managed_gradient_accumulation")
 """Would change what a gradient is: the losses already hold the denominators of the whole step."""

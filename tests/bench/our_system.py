@@ -14,7 +14,8 @@ import torch
 from grpo.advantages import group_advantages
 from grpo.config import Config, DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
 from grpo.experience import Group
-from grpo.model.policy import Policy, Reference
+from grpo.model.policy import Policy
+from grpo.model.reference import Reference
 from grpo.ranks import Ranks
 from grpo.run.recorder import read_steps
 from grpo.update import Updater

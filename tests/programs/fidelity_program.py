@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -21,10 +22,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
 from grpo.config import DeepSpeedSettings, ModelSettings, OptimizerSettings
-from grpo.model import policy
+from grpo.model import policy, zero
 from grpo.model.constants import Constants, check_constants, constants
 from grpo.model.packing import PackedBatch, TrainSequence, pack, plan_micro_batches
-from grpo.model.policy import Policy, Reference
+from grpo.model.policy import Policy
+from grpo.model.reference import Reference
 from grpo.ranks import Ranks, end_process
 
 LENGTH, VOCABULARY = 4096, 64
@@ -105,8 +107,8 @@ def same(one: torch.Tensor | float, other: torch.Tensor | float) -> bool:
 
 def run(folder: Path, stage: int, dtype: str, variant: str, plain: Plain, ranks: Ranks) -> dict[str, object]:
     settings = ModelSettings(path=folder, dtype=dtype, gradient_checkpointing=variant == "checkpointed")
-    zero = DeepSpeedSettings(stage=stage)
-    trained = Policy(settings, OptimizerSettings(), zero, temperature=1.0, total_steps=1, ranks=ranks)
+    sharded = DeepSpeedSettings(stage=stage)
+    trained = Policy(settings, OptimizerSettings(), sharded, temperature=1.0, total_steps=1, ranks=ranks)
     logprobs_N, _ = trained.logprobs(batch())  # as in the update: what backward needs is kept, or computed again
     results = {"policy": plain.compared(trained.causal_lm, logprobs_N.detach())}
     if variant == "narrow":
@@ -115,9 +117,16 @@ def run(folder: Path, stage: int, dtype: str, variant: str, plain: Plain, ranks:
         except RuntimeError as error:
             results["refusal"] = str(error)
     elif stage in (0, 3):
-        reference = Reference(settings, zero, temperature=1.0, ranks=ranks)
+        reference = Reference(settings, sharded, temperature=1.0, ranks=ranks)
         results["reference"] = plain.compared(reference.causal_lm, reference.logprobs(batch()))
     return results
+
+
+@contextmanager
+def as_by_itself() -> Iterator[None]:
+    """As DeepSpeed would load it, unchecked."""
+    with mock.patch.object(zero, "_keeping_wide", lambda *_: {}), mock.patch.object(policy, "check_constants"):
+        yield
 
 
 def main() -> None:
@@ -130,8 +139,7 @@ def main() -> None:
         results[f"{family}/bfloat16/rounding"] = rounding
         for case in cases.split(","):
             stage, dtype, *variant = case.split("/")
-            by_itself = {"_keeping_wide": lambda *_: {}, "check_constants": lambda *_: None}
-            with mock.patch.multiple(policy, **by_itself) if variant == ["narrow"] else nullcontext():
+            with as_by_itself() if variant == ["narrow"] else nullcontext():
                 found = run(path, int(stage), dtype, "".join(variant), plain[dtype], ranks)
             results |= {f"{family}/{case}/{part}": result for part, result in found.items()}
     if ranks.is_main:

@@ -19,7 +19,8 @@ from grpo.config import DeepSpeedSettings, LossSettings, ModelSettings, Optimize
 from grpo.dealing import Work, deal_in_rounds
 from grpo.experience import Group
 from grpo.model import packing
-from grpo.model.policy import Policy, Reference
+from grpo.model.policy import Policy
+from grpo.model.reference import Reference
 from grpo.ranks import Ranks, end_process
 from grpo.update import Updater
 from rollout.types import Reply

@@ -23,7 +23,8 @@ from grpo.config import (
 )
 from grpo.experience import Group
 from grpo.model import logprobs
-from grpo.model.policy import Policy, Reference
+from grpo.model.policy import Policy
+from grpo.model.reference import Reference
 from grpo.ranks import Ranks, end_process
 from grpo.run.model_writer import ModelWriter
 from grpo.update import Updater
