@@ -12,7 +12,7 @@ from grpo.advantages import has_signal
 from grpo.background import LoopThread, wait_for
 from grpo.config import Config
 from grpo.evidence.metrics import role_counts
-from grpo.experience import Group, play_share, whole_groups
+from grpo.groups import Group, play_share, whole_groups
 from grpo.ranks import Ranks
 from rewards.scoring import Scorer, check_failure_rate, first_different
 from rollout.conversation import Rollout, RolloutPlan

@@ -22,7 +22,8 @@ from grpo.collect import Batch, Collector, reward_matrices
 from grpo.config import Config
 from grpo.evidence.evaluate import Evaluation, evaluate
 from grpo.evidence.metrics import StepShare, step_metrics, summed, total_counts
-from grpo.experience import Group, failure_lines, trace_rows
+from grpo.evidence.traces import trace_rows
+from grpo.groups import Group, failure_lines
 from grpo.model.flops import peak_tflops
 from grpo.model.policy import Policy
 from grpo.model.reference import Reference
@@ -87,7 +88,7 @@ class Trainer:
             config.loss,
             config.update,
             mini_batch_prompts=config.mini_batch_prompts,
-            max_reply_tokens=config.rollout.max_trained_tokens,
+            max_trained_tokens=config.rollout.max_trained_tokens,
             train_on=config.rollout.train_on,
             max_gap=config.update.max_logp_gap or max_gap(parts.policy.dtype, ranks.device),
             ranks=ranks,

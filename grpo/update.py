@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from grpo.config import LossSettings, UpdateSettings
-from grpo.experience import Group
+from grpo.groups import Group
 from grpo.loss import aggregation_weights, kl_penalty, policy_loss, sampling_correction, sequence_sums
 from grpo.model.flops import ForwardCost
 from grpo.model.packing import (
@@ -89,16 +89,16 @@ class Updater:
         update: UpdateSettings,
         *,
         mini_batch_prompts: int,
-        max_reply_tokens: int,
+        max_trained_tokens: int,
         max_gap: float,
         ranks: Ranks,
         train_on: TrainOn = "first_reply",
     ):
-        """`max_reply_tokens`: most that one sample trains on, all of its trained replies together. `max_gap`: largest
+        """`max_trained_tokens`: most that one sample trains on, all of its trained replies together. `max_gap`: largest
         mean gap between sampler's and trainer's log-probs, nats (`grpo.model.sync.max_gap`)."""
         self.policy, self.reference = policy, reference
         self.loss, self.settings = loss, update
-        self.mini_batch_prompts, self.max_reply_tokens = mini_batch_prompts, max_reply_tokens
+        self.mini_batch_prompts, self.max_trained_tokens = mini_batch_prompts, max_trained_tokens
         self.max_gap, self.ranks = max_gap, ranks
         self.train_on: TrainOn = train_on
         self._cost = ForwardCost.of(policy.causal_lm)
@@ -188,7 +188,7 @@ class Updater:
             self.loss.aggregate,
             step_tokens=sum(lengths),
             step_sequences=len(lengths),
-            max_tokens=self.max_reply_tokens,
+            max_tokens=self.max_trained_tokens,
         )
         return [
             sequence

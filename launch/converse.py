@@ -26,7 +26,8 @@ from grpo.config import Config
 from grpo.config_file import load_config
 from grpo.evidence.evaluate import evaluation_plan
 from grpo.evidence.metrics import conversation_metrics
-from grpo.experience import Group, play_and_score, trace_rows
+from grpo.evidence.traces import trace_rows
+from grpo.groups import Group, play_and_score
 from grpo.model.room import check_own_gpu
 from grpo.model.sync import push_weights
 from grpo.ranks import end_process

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo.experience import Group
+from grpo.groups import Group
 from grpo.ranks import Ranks
 from rewards.scoring import ReplyReward
 from rollout.types import Conversation, Reply, Scenario

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 
 from grpo.config import LossSettings, UpdateSettings
 from grpo.config_file import load_config
-from grpo.experience import Group
+from grpo.groups import Group
 from grpo.model.attention import choose_attention
 from grpo.model.logprobs import LogprobModel
 from grpo.update import Updater
@@ -156,7 +156,7 @@ def updater_of(policy, budget, *, reference=None, share_prompt=True, **loss) -> 
         LossSettings(**loss),
         UpdateSettings(max_tokens_per_micro_batch=budget, share_prompt=share_prompt),
         mini_batch_prompts=2,
-        max_reply_tokens=24,
+        max_trained_tokens=24,
         max_gap=float("inf"),
         ranks=Alone(0, 1, torch.device("cpu")),
         train_on="all_replies",

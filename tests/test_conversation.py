@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 
-from grpo.experience import play_and_score, play_share, whole_groups
+from grpo.groups import play_and_score, play_share, whole_groups
 from rewards.judge import Judge
 from rewards.scoring import Scorer
 from rewards.settings import RewardSettings

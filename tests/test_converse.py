@@ -129,7 +129,7 @@ def test_no_trainer_and_no_deepspeed_are_loaded():
     while new:
         found |= new
         new = {name for module in new for name in imported(module)} - found
-    assert "grpo.experience" in found and "rollout.conversation" in found
+    assert "grpo.groups" in found and "rollout.conversation" in found
     assert not found & {"grpo.trainer", "grpo.model.zero", "deepspeed", "vllm"}
 
 

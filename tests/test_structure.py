@@ -12,8 +12,8 @@ ONLY_IN = {"vllm": "rollout/engines/vllm.py", "deepspeed": "grpo/model/zero.py"}
 ROOMS = {
     "rollout/engines": {"rollout.cores", "rollout.files", "rollout.settings", "rollout.roles.endpoints"},
     "rollout/roles": {"rollout.settings", "rollout.types"},
-    "grpo/model": {"grpo.config", "grpo.dealing", "grpo.experience", "grpo.ranks"},
-    "grpo/evidence": {"grpo.config", "grpo.experience", "grpo.ranks"},
+    "grpo/model": {"grpo.config", "grpo.dealing", "grpo.groups", "grpo.ranks"},
+    "grpo/evidence": {"grpo.config", "grpo.groups", "grpo.ranks"},
     "grpo/run": {"grpo.advantages", "grpo.config", "grpo.ranks", "grpo.evidence", "grpo.model"},
 }
 """What each may import of its own package, beside itself: no room knows who works in it."""

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from grpo.config_file import load_config
-from grpo.experience import Group
+from grpo.groups import Group
 from grpo.run.model_writer import ModelWriter
 from grpo.trainer import Trainer
 from rewards.scoring import ReplyReward

@@ -9,7 +9,8 @@ from typing import Any
 
 from grpo.config import EvaluationSettings
 from grpo.evidence.statistics import mean_interval
-from grpo.experience import play_share, trace_rows
+from grpo.evidence.traces import trace_rows
+from grpo.groups import play_share
 from grpo.ranks import Ranks
 from rewards.scoring import Scorer
 from rollout.conversation import Rollout, RolloutPlan

@@ -16,7 +16,7 @@ COUNTED = ("calls", "retries", "prompt_tokens", "completion_tokens", "seconds")
 
 
 def conversation_metrics(rows: Sequence[Mapping[str, Any]], components: Iterable[str]) -> dict[str, float]:
-    """Metrics of trace rows (`grpo.experience.trace_rows`), one per conversation.
+    """Metrics of trace rows (`grpo.evidence.traces.trace_rows`), one per conversation.
 
     Rewards, lengths and truncation are those of replies, each counted once however many conversations
     continue it; prompts count once a group. Failure rates are of all conversations: `judge/` of those that could not
@@ -102,7 +102,7 @@ class StepShare:
     """What one rank knows of a step."""
 
     traces: list[dict[str, Any]]
-    """The rows that this rank writes (`grpo.experience.trace_rows`)."""
+    """The rows that this rank writes (`grpo.evidence.traces.trace_rows`)."""
     counts: Mapping[str, float]
     """What its roles and its engine did for the step."""
     totals: Mapping[str, float]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 
-from grpo.experience import Group
+from grpo.groups import Group
 from grpo.model.packing import TrainSequence
 from rollout.settings import TrainOn
 from rollout.types import Reply

@@ -13,7 +13,7 @@ import torch
 
 from grpo.advantages import group_advantages
 from grpo.config import Config, DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
-from grpo.experience import Group
+from grpo.groups import Group
 from grpo.model.policy import Policy
 from grpo.model.reference import Reference
 from grpo.ranks import Ranks
@@ -48,7 +48,7 @@ def _make_updater(model: Path, shape: Shape) -> Updater:
         LossSettings(kl_coef=KL_COEF, kl_estimator="k3"),
         UpdateSettings(max_tokens_per_micro_batch=TOKENS_PER_FORWARD),
         mini_batch_prompts=shape.prompts,
-        max_reply_tokens=shape.reply_tokens,
+        max_trained_tokens=shape.reply_tokens,
         max_gap=float("inf"),  # no model sampled the replies
         ranks=ranks,
     )

@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from grpo.config import DeepSpeedSettings, LossSettings, ModelSettings, OptimizerSettings, UpdateSettings
 from grpo.dealing import Work, deal_in_rounds
-from grpo.experience import Group
+from grpo.groups import Group
 from grpo.model import packing
 from grpo.model.policy import Policy
 from grpo.model.reference import Reference
@@ -103,7 +103,7 @@ def main() -> None:
             LOSS,
             UpdateSettings(max_tokens_per_micro_batch=budget, share_prompt=share_prompt),
             mini_batch_prompts=4,
-            max_reply_tokens=16,
+            max_trained_tokens=16,
             max_gap=float("inf"),
             ranks=ranks,
         )

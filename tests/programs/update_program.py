@@ -21,7 +21,7 @@ from grpo.config import (
     OptimizerSettings,
     UpdateSettings,
 )
-from grpo.experience import Group
+from grpo.groups import Group
 from grpo.model import logprobs
 from grpo.model.policy import Policy
 from grpo.model.reference import Reference
@@ -79,7 +79,7 @@ def run(model: Path, stage: int, dtype: str, checkpointed: bool, out: Path, rank
         LOSS,
         UpdateSettings(max_tokens_per_micro_batch=16),
         mini_batch_prompts=MINI_BATCH_PROMPTS,
-        max_reply_tokens=16,
+        max_trained_tokens=16,
         max_gap=float("inf"),  # the replies are made up, so no model sampled them
         ranks=ranks,
     )
