@@ -187,7 +187,7 @@ def test_two_ranks_train_the_same_policy_as_one(tmp_path):
         "run.steps=2", "engine.max_context_tokens=256", "rollout.prompts_per_step=3", "rollout.group_size=4",
         "update.mini_batch_prompts=3", "optimizer.lr=1e-3", "optimizer.eps=1e-3", "loss.kl_coef=0.01",
         "loss.kl_placement=in_reward", "loss.correction=sequence", "loss.entropy_coef=0.001",
-        "rollout.dynamic_sampling.max_rounds=1", "deepspeed.stage=3",
+        "rollout.dynamic_sampling.max_rounds=1", "deepspeed.stage=3", "model.dtype=float32",
     ]  # fmt: skip
     launch = ["-m", "launch.train", "--config", "configs/quickstart.yaml", *settings]
     for name, command in (

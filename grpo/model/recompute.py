@@ -2,7 +2,7 @@
 
 Autograd keeps the input of every operation. What is cheap to compute again from what is kept anyway is dropped here:
 of a norm its input and one number per token stay, of an MLP its two projections. Values and gradients are unchanged
-(tests/test_lean.py). Suffixes: T tokens (any leading axes), D width, M width within the MLP.
+(tests/test_recompute.py). Suffixes: T tokens (any leading axes), D width, M width within the MLP.
 """
 
 from __future__ import annotations
