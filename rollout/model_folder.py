@@ -117,7 +117,7 @@ def read_model(folder: Path) -> ModelFolder:
     if "past_key_values" not in forward or not has_head:
         raise ValueError(
             f"model.path: {folder} holds a {config.model_type} model, which keeps its past or computes its logits in a "
-            "way of its own; take one of the families in the README"
+            "way of its own; take one of the families in grpo/README.md"
         )
     if report["mismatched_keys"]:
         told = [f"{name} is {_size(held)} instead of {_size(due)}" for name, held, due in report["mismatched_keys"]]

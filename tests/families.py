@@ -1,4 +1,4 @@
-"""Tiny random models of the families that the README names, on the tokenizer of `tests.tiny`."""
+"""Tiny random models of the families that grpo/README.md names, on the tokenizer of `tests.tiny`."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_cap_within_a_section_is_found_and_so_are_other_senses_than_text(folde
 
 def test_a_model_of_another_build_is_refused(folder):
     message = refusal(other(folder, transformers.MambaConfig, state_size=4))
-    assert "holds a mamba model" in message and "families in the README" in message
+    assert "holds a mamba model" in message and "families in grpo/README.md" in message
 
 
 def test_a_model_without_a_causal_head_or_with_a_broken_config_is_refused(folder):
