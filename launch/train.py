@@ -169,7 +169,7 @@ def read_inputs(config: Config) -> Inputs:
     if is_main():
         check_roles(clients, user, judge, train[0])
     if engine == "vllm":
-        engine_vllm.check_classes(folder.config, config.model.path)
+        engine_vllm.check_classes(folder.model, config.model.path)
     say(f"engine: {engine} ({reason})")
     if config.rollout.train_on == "all_replies":
         say(f"trained: all replies, {chat.history_note}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -292,6 +293,18 @@ def test_what_vllm_cannot_follow_on_a_cpu_is_refused_before_it_loads(tmp_path, m
     check_inputs(load_config(config, ["engine.kind=transformers"]))
     with pytest.raises(ValueError, match=f"cannot follow the training of {what}, .* engine.kind=transformers"):
         check_inputs(load_config(config, ["engine.kind=vllm"]))
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("named", [None, [], ["QwenForCausalLM"], "LlamaForCausalLM", ["LlamaForCausalLM", "LlamaModel"]])
+def test_a_folder_that_names_other_classes_than_its_models_is_refused_for_vllm(tmp_path, named):
+    config = prepare(tmp_path)
+    make_family("Llama", tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", architectures=named)
+    remedy = r'write "architectures": \["LlamaForCausalLM"\] there, or set engine.kind=transformers'
+    with pytest.raises(ValueError, match=f"config.json, which is {re.escape(json.dumps(named))}, .*{remedy}"):
+        check_inputs(load_config(config, ["engine.kind=vllm"]))
+    check_inputs(load_config(config, ["engine.kind=transformers"]))
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from dataclasses import fields
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 from rollout.engines.interface import Sampled, SampleRequest, Weights, weight_mark
 from rollout.engines.streams import EngineStream
@@ -190,28 +191,33 @@ def check_extra(settings: EngineSettings, model_folder: Path, dtype: torch.dtype
         raise ValueError(f"engine.extra: vLLM refuses it: {error}") from error
 
 
-def check_classes(config: PreTrainedConfig, model_folder: Path) -> None:
-    """Raises ValueError where vLLM has no classes of its own for the model, or they take no new weights. Imports vLLM:
-    seconds; nothing is loaded.
+def check_classes(model: PreTrainedModel, model_folder: Path) -> None:
+    """Raises ValueError where vLLM would take other classes than the policy's, has none of its own for the model, or has
+    some that take no new weights. Imports vLLM: seconds; nothing is loaded.
 
     Without classes of its own it would run transformers', and rewrite them for itself: in this process, so that the
     policy, which is of the same classes, could no longer be computed (vLLM 0.32, `_decorate_for_torch_compile`).
     """
+    name, named = type(model).__name__, model.config.architectures
+    if named != [name]:
+        raise ValueError(
+            f"engine.kind: vLLM goes by architectures of {model_folder / 'config.json'}, which is {json.dumps(named)}, and "
+            f'the policy is a {name}; write "architectures": ["{name}"] there, or set engine.kind=transformers'
+        )
+    if name in NO_NEW_WEIGHTS:
+        raise ValueError(
+            f"engine.kind: vLLM's {name}, which {model_folder} is, refuses new weights; set engine.kind=transformers"
+        )
     _prepare_import(torch.cuda.is_available())
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for name in config.architectures or []:
-        if name in NO_NEW_WEIGHTS:
-            raise ValueError(
-                f"engine.kind: vLLM's {name}, which {model_folder} is, refuses new weights; set engine.kind=transformers"
-            )
-        registered = ModelRegistry.models.get(name)
-        if registered is None or getattr(registered, "module_name", None) == TRANSFORMERS_CLASSES:
-            raise ValueError(
-                f"engine.kind: vLLM has no classes of its own for {name}, which {model_folder} is, and would change those "
-                "that training computes with; set engine.kind=transformers, or give vLLM a process of its own with "
-                "engine.kind=remote"
-            )
+    registered = ModelRegistry.models.get(name)
+    if registered is None or getattr(registered, "module_name", None) == TRANSFORMERS_CLASSES:
+        raise ValueError(
+            f"engine.kind: vLLM has no classes of its own for {name}, which {model_folder} is, and would change those "
+            "that training computes with; set engine.kind=transformers, or give vLLM a process of its own with "
+            "engine.kind=remote"
+        )
 
 
 def _gpu_arguments(settings: EngineSettings) -> dict[str, object]:
