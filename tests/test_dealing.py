@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo.dealing import Work, deal, deal_in_rounds, deal_samples, lowest_level, share_tokens
-from tests.bench.bench_dealing import RANKS, SHAPES, figures
+from grpo.run.recorder import write_rows
+from tests.bench.bench_dealing import RANKS, SHAPES, Recorded, figures
 
 
 def works_of(*groups):
@@ -130,3 +131,18 @@ def test_groups_stay_whole_in_one_engine_where_the_ranks_divide_them():
     assert deal_samples(2, 3, 3) == [[(0, range(2))], [(0, range(2, 3)), (1, range(1))], [(1, range(1, 3))]]
     # Held-out prompts have one reply each.
     assert deal_samples(3, 1, 2) == [[(0, range(1))], [(1, range(1)), (2, range(1))]]
+
+
+def test_the_bench_takes_the_lengths_of_a_runs_traces(tmp_path):
+    rows = [
+        {"step": step, "scenario_id": name, "continuation": continuation, "prompt_tokens": 7, "reply_tokens": tokens}
+        for step, name in product((1, 2), "abcd")
+        for continuation, tokens in ((0, [5, 6]), (1, [5, 9]), (0, []), (0, [3]))
+    ]
+    for step in (1, 2):
+        write_rows(tmp_path / f"step_{step:05d}.jsonl", [row for row in rows if row["step"] == step])
+    works = Recorded.read(tmp_path).draw(seed=0)
+    assert works == works_of(*[(7, [11, 3])] * 8)
+    (tmp_path / "step_00002.jsonl").unlink()
+    with pytest.raises(ValueError, match="4 groups in step_.*, fewer than the 8"):
+        Recorded.read(tmp_path)

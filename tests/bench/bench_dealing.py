@@ -1,6 +1,6 @@
 """How evenly the work of an optimizer step is spread over the ranks, and over those of the rollout before it.
 
-    python -m tests.bench.bench_dealing
+    python -m tests.bench.bench_dealing [--traces FOLDER]
 
 Mini-batches of the recipe (8 prompts with 8 replies each; micro-batches of 12,288 tokens), dealt as the update deals
 them (`grpo.model.packing`, `grpo.dealing`) and, to compare, as whole groups in turn. Nothing is computed but the deals: half
@@ -17,18 +17,21 @@ waiting     tokens that the ranks wait for, micro-batch by micro-batch, over the
 Lengths are log-normal. Of the recipe: prompts of 400 tokens in the middle (sigma 0.6), replies of 420 on average (the
 published base model's 2,935 tokens in up to seven replies, sigma 0.6), cut at 2,048. `short`: prompts of 120 (0.4) and
 replies of 220 (0.5), cut at 400. A group's replies have half of their spread in common, since a prompt asks for one
-kind of reply.
+kind of reply. With `--traces`, lengths are those of a run instead: groups drawn from the files of its `traces/`.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from grpo.dealing import Work, deal, deal_in_rounds, deal_samples, lowest_level, share_tokens
+from grpo.run.recorder import read_rows
 
 PROMPTS, GROUP_SIZE, MAX_TOKENS = 8, 8, 12_288
 RANKS = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64)
@@ -57,6 +60,31 @@ class Lengths:
                 reply = math.ceil(generator.lognormvariate(math.log(usual), own_sigma))
                 works.append(Work(prompt, prompt_tokens, min(reply, self.limit)))
         return works
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The groups of a run: the prompt's tokens, and those that each reply of the conversation was sampled with."""
+
+    groups: list[list[tuple[int, int]]]
+
+    @classmethod
+    def read(cls, traces: Path) -> Recorded:
+        groups: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for file in sorted(traces.glob("step_*.jsonl")):
+            for row in read_rows(file):
+                if row["continuation"] == 0 and row["reply_tokens"]:
+                    group = groups.setdefault((row["step"], row["scenario_id"]), [])
+                    group.append((row["prompt_tokens"], sum(row["reply_tokens"])))
+        if len(groups) < PROMPTS:
+            raise ValueError(
+                f"{traces}: {len(groups)} groups in step_*.jsonl, fewer than the {PROMPTS} of a mini-batch"
+            )
+        return cls([*groups.values()])
+
+    def draw(self, seed: int) -> list[Work]:
+        chosen = random.Random(seed).sample(self.groups, PROMPTS)
+        return [Work(number, *lengths) for number, group in enumerate(chosen) for lengths in group]
 
 
 SHAPES = {
@@ -103,7 +131,16 @@ def figures(works: Sequence[Work], num_ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    for name, lengths in SHAPES.items():
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench.bench_dealing", description="How evenly an optimizer step is spread over the ranks."
+    )
+    parser.add_argument("--traces", type=Path, help="traces/ of a run, whose lengths are taken")
+    traces = parser.parse_args().traces
+    try:
+        shapes: dict[str, Lengths | Recorded] = {str(traces): Recorded.read(traces)} if traces else SHAPES
+    except ValueError as error:
+        parser.error(str(error))
+    for name, lengths in shapes.items():
         print(f"{name}: 8 prompts, 8 replies each")
         print("ranks  busiest: in turn   dealt   bound   worst    extra  waiting: in turn  dealt")
         for num_ranks in RANKS:
