@@ -21,7 +21,7 @@ from grpo.background import LoopThread
 from grpo.collect import Batch, Collector, reward_matrices
 from grpo.config import Config
 from grpo.evidence.evaluate import Evaluation, evaluate
-from grpo.evidence.metrics import StepShare, step_metrics, summed, total_counts
+from grpo.evidence.metrics import StepShare, step_metrics, summed
 from grpo.evidence.traces import trace_rows
 from grpo.groups import Group, failure_lines
 from grpo.model.flops import peak_tflops
@@ -98,8 +98,8 @@ class Trainer:
         self.started = time.monotonic()
         self.marks: dict[str, float] = {}
         """Of the weights that were pushed last."""
-        self.totals: dict[str, float] = {}
-        """What the roles' servers and the engines did since the run began."""
+        self.metrics: dict[str, float] = {}
+        """Of the step that was recorded last."""
         self.num_done = 0
         """Steps that were trained and recorded."""
         self.num_saved = 0
@@ -211,7 +211,7 @@ class Trainer:
     def _spent(self) -> str | None:
         """Collective, since clocks differ."""
         hours = (time.monotonic() - self.started) / 3600
-        return next(filter(None, self.ranks.gather(used_up(self.config.run.budget, self.totals, hours))), None)
+        return next(filter(None, self.ranks.gather(used_up(self.config.run.budget, self.metrics, hours))), None)
 
     def push_weights(self) -> None:
         self.marks = push_weights(self.parts.policy.weights(stored=self.engine.takes_stored), self.engine)
@@ -271,10 +271,11 @@ class Trainer:
 
         # ── record ──
         shares = self.ranks.gather(self.share(step, batch, advantages_PG, kl_PG, timer))
-        self.totals = total_counts(shares)
+        traces = [row for share in shares for row in share.traces]
         seconds = time.perf_counter() - start
-        metrics |= step_metrics(shares, [*config.rewards.weights], timer.seconds, seconds, self.peak_tflops)
-        self.record(step, metrics, [row for share in shares for row in share.traces])
+        metrics |= step_metrics(traces, shares, [*config.rewards.weights], timer.seconds, seconds, self.peak_tflops)
+        self.metrics = metrics
+        self.record(step, metrics, traces)
         self.num_done = step
         if too_many:
             raise too_many

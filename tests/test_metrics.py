@@ -138,7 +138,7 @@ def test_a_steps_metrics_are_those_of_all_ranks_together():
         StepShare(rows[:2], counts, {"user/calls": 4.0}, {"rollout": 3.0, "update": 1.0}, 3e12),
         StepShare(rows[2:], counts | {"user/calls": 2.0}, {"user/calls": 5.0}, {"rollout": 2.0, "update": 4.0}, 1e12),
     ]
-    metrics = step_metrics(shares, ["interactivity"], {"rollout": 5.0, "update": 2.0}, 8.0, peak_tflops=None)
+    metrics = step_metrics(rows, shares, ["interactivity"], {"rollout": 5.0, "update": 2.0}, 8.0, peak_tflops=None)
     expected = {
         "policy/prompt_tokens": 60, "policy/cached_tokens": 10, "user/calls": 2, "total/user/calls": 9,
         "rollout/prefix_hit_rate": 1 / 6, "rollout/weight_version": 3, "reward/mean": 0.5,

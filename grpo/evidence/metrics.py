@@ -114,28 +114,25 @@ class StepShare:
 
 
 def step_metrics(
+    traces: Sequence[Mapping[str, Any]],
     shares: Sequence[StepShare],
     components: Sequence[str],
     seconds: Mapping[str, float],
     step_seconds: float,
     peak_tflops: float | None,
 ) -> dict[str, float]:
-    """All metrics of a step but those of its update, from what all ranks know of it.
+    """All metrics of a step but those of its update, from what all ranks know of it; `total/` are counts since the run
+    began.
 
-    `seconds` by phase, on this rank. `peak_tflops`: what one card can do; None: unknown.
+    `traces` are the rows of all shares. `seconds` by phase, on this rank. `peak_tflops`: what one card can do; None: unknown.
     """
-    traces = [row for share in shares for row in share.traces]
-    metrics = summed([share.counts for share in shares]) | total_counts(shares)
+    totals = summed([share.totals for share in shares])
+    metrics = summed([share.counts for share in shares]) | {f"total/{name}": count for name, count in totals.items()}
     metrics["rollout/prefix_hit_rate"] = metrics["policy/cached_tokens"] / max(metrics["policy/prompt_tokens"], 1)
     metrics["rollout/weight_version"] = float(traces[0]["weight_version"])
     metrics |= experience_metrics(traces, components)
     peaks, flops = [share.peaks_gib for share in shares], [share.flops for share in shares]
     return metrics | machine_metrics(seconds, step_seconds, sampled_tokens(traces), peaks, flops, peak_tflops)
-
-
-def total_counts(shares: Sequence[StepShare]) -> dict[str, float]:
-    """`total/<count>` of all ranks since the run began."""
-    return {f"total/{name}": count for name, count in summed([share.totals for share in shares]).items()}
 
 
 def machine_metrics(

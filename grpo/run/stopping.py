@@ -120,14 +120,14 @@ def how_to_go_on(stop: Stop, folder: RunFolder, num_done: int, total_steps: int)
     return f"{steps}, {kept}" + (f"\nto go on from it: {command}" if command else "")
 
 
-def used_up(budget: BudgetSettings, totals: Mapping[str, float], hours: float) -> str | None:
+def used_up(budget: BudgetSettings, metrics: Mapping[str, float], hours: float) -> str | None:
     """Which part of the budget is used up, in words; None where there is some left of everything.
 
-    `totals`: `total/<role>/prompt_tokens` and `.../completion_tokens` of all ranks, as in the metrics.
+    `metrics` of the last step have `total/<role>/prompt_tokens` and `.../completion_tokens` of all ranks.
     """
     for role, limit in (("user", budget.user_tokens), ("judge", budget.judge_tokens)):
         if limit is not None:
-            tokens = totals[f"total/{role}/prompt_tokens"] + totals[f"total/{role}/completion_tokens"]
+            tokens = metrics[f"total/{role}/prompt_tokens"] + metrics[f"total/{role}/completion_tokens"]
             if tokens >= limit:
                 return f"run.budget.{role}_tokens: {limit} is used up ({tokens:.0f} tokens)"
     if budget.hours is not None and hours >= budget.hours:
